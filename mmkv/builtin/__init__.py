@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PICTURES = Path(__file__).parent / "pictures"
 _VISION = Path(__file__).parent / "vision"
-# Printed below their answers, since photos get meaningless ones.
+# Printed below their answers, since those about photos are meaningless.
 KNOWS = {
     models.BUILTIN: "the built-in model knows only drawn, coloured shapes and look-ups in made-up "
     "texts",
@@ -49,7 +49,7 @@ def load_builtin(
     dtype: torch.dtype | None = None,
     weights: Path | str = WEIGHTS,
 ) -> tuple[Any, Any]:
-    """Return the built-in model, or one around SmolLM2, in eval mode on the CPU, and its processor.
+    """Return the built-in model, or one with SmolLM2, in eval mode on the CPU, and its processor.
 
     Args:
         name: "builtin"; or "smollm2": SmolLM2-135M-Instruct and its tokenizer, from the package

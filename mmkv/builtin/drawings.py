@@ -1,6 +1,6 @@
 """Drawn scenes of shapes, printed words and numbers on a 3x3 grid, with questions and a scorer.
 
-`--data drawings` of the suites, and what a LLaVA around SmolLM2 is trained on. Everything is
+These are `--data drawings` of the suites, and train a LLaVA around SmolLM2. Everything is
 deterministic in `(seed, split)`; a scene belongs to exactly one split by a checksum of its content,
 so no held-out scene (same things at the same places) is ever trained on.
 """
@@ -71,7 +71,7 @@ class Object:
 
     @property
     def phrase(self) -> str:
-        """Its noun phrase without an article: "large red circle", 'word "apple" in red'."""
+        """Noun phrase without an article: "large red circle", 'word "apple" in red'."""
         if self.kind == "shape":
             return f"{self.size} {self.color} {self.name}"
         name = f'"{self.name}"' if self.kind == "word" else self.name
@@ -79,12 +79,12 @@ class Object:
 
     @property
     def short(self) -> str:
-        """A name for it: "red circle", 'word "apple"'."""
+        """Short name: "red circle", 'word "apple"'."""
         return f"{self.color} {self.name}" if self.kind == "shape" else self.phrase.split(" in ")[0]
 
     @property
     def row_column(self) -> tuple[int, int]:
-        """Its cell."""
+        """Row and column of the cell, from 0."""
         return divmod(PLACES.index(self.place), 3)
 
 
@@ -99,9 +99,9 @@ class Scene:
 def make_scene(
     seed: int, split: Split = "heldout", count: int | None = None, printed: int | None = None
 ) -> Scene:
-    """The scene number `seed` of a split, with `count` (else 2 to 6) things.
+    """Return scene number `seed` of a split, with `count` (else 2 to 6) things.
 
-    So many of them are `printed` words or numbers, by default at most one of each.
+    `printed` of them are words or numbers, by default at most one of each.
     """
     rng = random.Random(f"drawing:{split}:{seed}:{count}:{printed}")
     return of_split(split, count, rng, lambda n: _random_scene(rng, n, printed), _content)
@@ -163,16 +163,16 @@ def draw(scene: Scene, size: int = 384) -> Image.Image:
         base = COLORS[thing.color]
         fill = tuple(min(255, max(0, c + t)) for c, t in zip(base, thing.tint, strict=True))
         if thing.kind == "shape":
-            _DRAWN[thing.name](canvas, x, y, r, fill)
+            _DRAWERS[thing.name](canvas, x, y, r, fill)
         else:
-            # As wide as its extent, but a short word no higher than a third of the cell.
+            # As wide as the extent, but short words no higher than a third of the cell.
             font = _font(max(8, round(min(_font_size(thing.name) * r, size / 9))))
             canvas.text((x, y), thing.name, fill=fill, font=font, anchor="mm")
     return image
 
 
 def box(thing: Object) -> tuple[float, float, float, float]:
-    """Left, top, right and bottom of a thing, as shares of the picture."""
+    """Return left, top, right and bottom of a thing, as shares of the picture."""
     row, column = thing.row_column
     x, y = column + 0.5 + thing.dx, row + 0.5 + thing.dy
     half = thing.extent / 2
@@ -187,38 +187,39 @@ def _font(size: int) -> Any:
 
 @lru_cache(maxsize=1024)
 def _font_size(text: str) -> float:
-    """The font size at which `text` is two units wide."""
+    """Return the font size at which `text` is two units wide."""
     return 2 * 100 / _font(100).getlength(text)
 
 
-Drawn = Callable[["ImageDraw.ImageDraw", float, float, float, Any], None]
+Drawer = Callable[["ImageDraw.ImageDraw", float, float, float, Any], None]
 
 
-def _polygon(points: list[Point]) -> Drawn:
-    """A polygon by its corners, in units of the radius around the centre."""
+def _polygon(points: list[Point]) -> Drawer:
+    """Return the drawer of a polygon; corners are in units of the radius around the centre."""
 
-    def drawn(canvas: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: Any) -> None:
+    def draw_polygon(canvas: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: Any) -> None:
         canvas.polygon([(x + a * r, y + b * r) for a, b in points], fill=fill)
 
-    return drawn
+    return draw_polygon
 
 
 def _round(corners: int, radii: tuple[float, ...] = (1.0,), turn: float = -0.25) -> list[Point]:
-    at = [(radii[i % len(radii)], 2 * math.pi * (i / corners + turn)) for i in range(corners)]
-    return [(r * math.cos(angle), r * math.sin(angle)) for r, angle in at]
+    polar = [(radii[i % len(radii)], 2 * math.pi * (i / corners + turn)) for i in range(corners)]
+    return [(r * math.cos(angle), r * math.sin(angle)) for r, angle in polar]
 
 
 def _heart() -> list[Point]:
-    at = [2 * math.pi * i / 40 for i in range(40)]
+    angles = [2 * math.pi * i / 40 for i in range(40)]
     high = [
-        13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t) for t in at
+        13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+        for t in angles
     ]
-    return [(math.sin(t) ** 3, -y / 15) for t, y in zip(at, high, strict=True)]
+    return [(math.sin(t) ** 3, -y / 15) for t, y in zip(angles, high, strict=True)]
 
 
 def _crescent() -> list[Point]:
-    at = [2 * math.pi * (0.14 + 0.72 * i / 30) for i in range(31)]
-    outer = [(math.cos(t), math.sin(t)) for t in at]
+    angles = [2 * math.pi * (0.14 + 0.72 * i / 30) for i in range(31)]
+    outer = [(math.cos(t), math.sin(t)) for t in angles]
     return outer + [(0.4 + 0.72 * x, 0.98 * y) for x, y in reversed(outer)]
 
 
@@ -226,7 +227,7 @@ def _ring(canvas: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: Any) 
     canvas.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=max(1, round(0.36 * r)))
 
 
-_DRAWN: dict[str, Drawn] = {
+_DRAWERS: dict[str, Drawer] = {
     "circle": _polygon(_round(60)),
     "square": _polygon([(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)]),
     "triangle": _polygon([(0, -1), (1, 0.8), (-1, 0.8)]),
@@ -247,7 +248,7 @@ _DRAWN: dict[str, Drawn] = {
     ),
     "bar": _polygon([(-1, -0.32), (1, -0.32), (1, 0.32), (-1, 0.32)]),
 }
-SHAPES = tuple(_DRAWN)
+SHAPES = tuple(_DRAWERS)
 _SENTENCE = re.compile(
     r"(?:the (?:word \"\w+\"|number \d+) in|an? (?:small|large)) "
     rf"(?:{'|'.join(COLORS)})(?: (?:{'|'.join(SHAPES)}))? is at the (?:{'|'.join(PLACES)})(?=\.)",
@@ -261,14 +262,14 @@ def _sentence(thing: Object) -> str:
 
 
 def describe(scene: Scene) -> str:
-    """The full description: a sentence for each thing, in reading order."""
+    """Return the full description: a sentence for each thing, in reading order."""
     return " ".join(map(_sentence, scene.objects))
 
 
 def score_description(text: str, scene: Scene) -> tuple[int, int]:
-    """Things that `text` gives rightly (kind, name, size, colour, place), and how many there are.
+    """Return how many things `text` has right (kind, name, size, colour, place), and their number.
 
-    Where the text claims more than there are, that number: naming more does not pay.
+    The number is that of the claims if `text` claims more things than there are.
     """
     truth = {_sentence(thing).lower().rstrip(".") for thing in scene.objects}
     claims = {claim.lower() for claim in _SENTENCE.findall(text)}
@@ -276,18 +277,18 @@ def score_description(text: str, scene: Scene) -> tuple[int, int]:
 
 
 def describe_question(which: str, rng: random.Random) -> str:
-    """One phrasing of the request to describe `which` (such as "the picture")."""
-    more = f"What is in {which}?", f"What do you see in {which}?"
-    return rng.choice((f"Describe {which}.", f"Describe {which} in detail.", *more))
+    """Return one phrasing of the request to describe `which` (such as "the picture")."""
+    questions = f"What is in {which}?", f"What do you see in {which}?"
+    return rng.choice((f"Describe {which}.", f"Describe {which} in detail.", *questions))
 
 
 def ask(scene: Scene, rng: random.Random, count: int, which: str = "the picture") -> list[Question]:
-    """`count` short questions about `scene`; `which` names the picture in them."""
+    """Return `count` short questions about `scene`; `which` names the picture in them."""
     return [_ask(scene, rng, which) for _ in range(count)]
 
 
 def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
-    """One question; each answer follows from the picture alone."""
+    """Return one question, whose answer follows from the picture alone."""
     kinds = ("at", "at", "where", "count", "shapes", "colors", "color", "exists", "size", "beside")
     shapes = [x for x in scene.objects if x.kind == "shape"]
     printed = [x for x in scene.objects if x.kind != "shape"]
@@ -301,13 +302,13 @@ def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
     shape = rng.choice(shapes) if shapes else thing
     if kind == "read":
         thing = rng.choice(printed)
-        asked = rng.choice((f"Which {thing.kind} is printed", f"What is the {thing.kind}"))
-        text, answer = f"{asked} {inside}?", _sentence(thing).replace(f" in {thing.color}", "")
+        request = rng.choice((f"Which {thing.kind} is printed", f"What is the {thing.kind}"))
+        text, answer = f"{request} {inside}?", _sentence(thing).replace(f" in {thing.color}", "")
     elif kind == "at":
         place = rng.choice(PLACES) if rng.random() < 0.25 else thing.place
-        there = [x for x in scene.objects if x.place == place]
+        at_place = [x for x in scene.objects if x.place == place]
         text = f"What is at the {place} of {which}?"
-        answer = _sentence(there[0]) if there else f"Nothing is at the {place}."
+        answer = _sentence(at_place[0]) if at_place else f"Nothing is at the {place}."
     elif kind == "count":
         text, answer = f"How many things are {inside}?", count_of(len(scene.objects), "thing")
     elif kind == "shapes":
@@ -355,16 +356,16 @@ def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
 def find_question(
     shown: Sequence[Scene], rng: random.Random, number: int | None = None
 ) -> Question | None:
-    """Which of several pictures shows a thing that only one of them shows; None: there is none.
+    """Return the question which picture shows a thing that no other shows; None without one.
 
-    It is the picture with this `number`, from 0, or one that is drawn.
+    The picture is that of index `number`, or a random one.
     """
     names = [{thing.short for thing in scene.objects} for scene in shown]
     number = rng.randrange(len(names)) if number is None else number
     others = set[str]().union(*(x for i, x in enumerate(names) if i != number))
-    if not (only := sorted(names[number] - others)):
+    if not (unique := sorted(names[number] - others)):
         return None
-    name = rng.choice(only)
+    name = rng.choice(unique)
     return Question(
         text=f"Which picture shows the {name}?",
         answer=f"The {ORDINALS[number]} picture shows the {name}.",

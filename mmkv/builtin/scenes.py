@@ -1,7 +1,7 @@
 """Pictures of coloured shapes on a 3x3 grid, with questions, answers and a scorer.
 
 Everything is deterministic in `(seed, split)`. A scene belongs to exactly one split by a checksum
-of its content, so no held-out scene (same objects at the same places) is ever trained on.
+of its content, so training never uses a held-out scene (same objects at the same places).
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question about a picture and the answer that is right."""
+    """A question about a picture and its right answer."""
 
     text: str
     answer: str
 
 
 def make_scene(seed: int, split: Split = "heldout", count: int | None = None) -> Scene:
-    """The scene number `seed` of a split, with `count` (else 2 to 6) objects."""
+    """Return scene number `seed` of a split, with `count` (else 2 to 6) objects."""
     rng = random.Random(f"scene:{split}:{seed}:{count}")
     return of_split(split, count, rng, lambda n: _random_scene(rng, n), _content)
 
@@ -83,7 +83,7 @@ def of_split(
     make: Callable[[int], S],
     content: Callable[[S], str],
 ) -> S:
-    """The first scene of `count` objects (else 2 to 6) that belongs to a split, by its content."""
+    """Make scenes of `count` (else 2 to 6) objects; return the first one of the split."""
     if count is not None and not 1 <= count <= len(PLACES):
         raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
     if split not in ("train", "heldout"):
@@ -95,7 +95,7 @@ def of_split(
 
 
 def belongs(content: str, split: Split) -> bool:
-    """Whether a scene or a text is of a split: one in eight is held out, by a checksum."""
+    """Return whether a scene or text is of a split; a checksum holds out one in eight."""
     return (zlib.crc32(content.encode()) % 8 == 0) == (split == "heldout")
 
 
@@ -148,8 +148,8 @@ def _draw_shape(
     elif shape == "triangle":
         canvas.polygon([(x, y - r), (x + r, y + 0.8 * r), (x - r, y + 0.8 * r)], fill=fill)
     elif shape == "star":
-        at = [((0.45 if i % 2 else 1.08) * r, math.pi * i / 5 - math.pi / 2) for i in range(10)]
-        canvas.polygon([(x + a * math.cos(t), y + a * math.sin(t)) for a, t in at], fill=fill)
+        polar = [((0.45 if i % 2 else 1.08) * r, math.pi * i / 5 - math.pi / 2) for i in range(10)]
+        canvas.polygon([(x + a * math.cos(t), y + a * math.sin(t)) for a, t in polar], fill=fill)
     elif shape == "diamond":
         canvas.polygon([(x, y - r), (x + 0.75 * r, y), (x, y + r), (x - 0.75 * r, y)], fill=fill)
     elif shape == "cross":
@@ -166,25 +166,25 @@ def _sentence(item: Object) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """How many there are, in a sentence: "There are two objects in the picture."."""
-    found = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {plural(noun)}"
-    return f"There {found} in the picture."
+    """Return the number in a sentence: "There are two objects in the picture."."""
+    amount = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {plural(noun)}"
+    return f"There {amount} in the picture."
 
 
 def plural(noun: str) -> str:
-    """`noun` for several."""
+    """Return the plural of `noun`."""
     return f"{noun}es" if noun.endswith("s") else f"{noun}s"
 
 
 def describe(scene: Scene) -> str:
-    """The full description: the number of objects, then a sentence for each."""
+    """Return the full description: the number of objects, then a sentence for each."""
     return " ".join([count_of(len(scene.objects), "object"), *map(_sentence, scene.objects)])
 
 
 def score_description(text: str, scene: Scene) -> tuple[int, int]:
-    """Objects that `text` gives with the right colour, shape and place, and how many there are.
+    """Return how many objects `text` has right (colour, shape, place), and their number.
 
-    Where the text claims more than there are, that number: naming more does not pay.
+    The number is that of the claims if `text` claims more objects than there are.
     """
     truth = {(o.color, o.shape, o.place) for o in scene.objects}
     claims = set(_SENTENCE.findall(text))
@@ -192,13 +192,13 @@ def score_description(text: str, scene: Scene) -> tuple[int, int]:
 
 
 def describe_question(which: str, rng: random.Random) -> str:
-    """One phrasing of the request to describe `which` (such as "the picture")."""
-    asked = f"Describe {which}.", f"Describe {which} in detail.", f"What is in {which}?"
-    return rng.choice(asked)
+    """Return one phrasing of the request to describe `which` (such as "the picture")."""
+    phrasings = f"Describe {which}.", f"Describe {which} in detail.", f"What is in {which}?"
+    return rng.choice(phrasings)
 
 
 def ask(scene: Scene, rng: random.Random, count: int, which: str = "the picture") -> list[Question]:
-    """`count` short questions about `scene`; `which` names the picture in them."""
+    """Return `count` short questions about `scene`; `which` names the picture in them."""
     return [_ask(scene, rng, which) for _ in range(count)]
 
 
@@ -209,9 +209,9 @@ def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
     of_it = f" of {which}" if several else ""
     if kind == "at":
         place = rng.choice(PLACES) if rng.random() < 0.25 else item.place
-        found = [o for o in scene.objects if o.place == place]
+        at_place = [o for o in scene.objects if o.place == place]
         text = f"What is at the {place}{of_it}?"
-        answer = _sentence(found[0]) if found else f"Nothing is at the {place}."
+        answer = _sentence(at_place[0]) if at_place else f"Nothing is at the {place}."
     elif kind == "where":
         name = f"{item.color} {item.shape}"
         text = f"Where is the {name}{f' {inside}' if several else ''}?"

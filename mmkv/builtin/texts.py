@@ -1,7 +1,7 @@
-"""Long texts that hide records (`key value`) among filler, with look-up questions and answers.
+"""Long texts with records (`key value`) among filler, with look-up questions and answers.
 
-Everything is deterministic in the seed. All are held out: by a checksum of the records, none was
-trained on.
+Everything is deterministic in the seed. All texts are held out, by a checksum of their records:
+the built-in model was trained on none of them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Lookup:
 
 
 def filler(rng: random.Random) -> str:
-    """One sentence that carries no record."""
+    """Return one sentence without a record."""
     subjects, states = _SUBJECTS.split(), _STATES.split()
     subject, state = rng.choice(subjects), rng.choice(states)
     kind = rng.randrange(3)
@@ -61,32 +61,32 @@ def filler(rng: random.Random) -> str:
 
 
 def phrase(key: str, rng: random.Random) -> str:
-    """One phrasing of the question for the value of `key`."""
-    asked = f"What is the value of {key}?", f"Find the value of {key}."
-    more = f"Which word follows {key}?", f"Look up {key}.", f"What comes after {key}?"
-    return rng.choice((*asked, *more))
+    """Return one phrasing of the question for the value of `key`."""
+    value_phrases = f"What is the value of {key}?", f"Find the value of {key}."
+    word_phrases = f"Which word follows {key}?", f"Look up {key}.", f"What comes after {key}?"
+    return rng.choice((*value_phrases, *word_phrases))
 
 
 def answer(key: str, value: str) -> str:
-    """The right answer: the record itself, so that it names the key before the value."""
+    """Return the right answer: the record itself, the key before the value."""
     return f"{key} {value}."
 
 
 def make_lookup(seed: int, tokens: int, records: int | None = None) -> Lookup:
-    """Held-out text number `seed`, with one record for every 16 tokens unless told otherwise.
+    """Return held-out text number `seed`, by default with one record for every 16 tokens.
 
-    Sentences are added as long as `estimate`, which is exact for these words under the built-in
-    tokenizer, stays within `tokens`.
+    Sentences are added until `estimate`, which is exact for these words under the built-in
+    tokenizer, would exceed `tokens`.
     """
     if tokens < 32:
         raise ValueError(f"tokens must be at least 32, got {tokens}")
-    wanted = max(2, tokens // 16) if records is None else records
-    if not 1 <= wanted <= len(KEYS):
-        raise ValueError(f"records must be 1 to {len(KEYS)}, got {wanted}")
+    n_records = max(2, tokens // 16) if records is None else records
+    if not 1 <= n_records <= len(KEYS):
+        raise ValueError(f"records must be 1 to {len(KEYS)}, got {n_records}")
     rng = random.Random(f"text:heldout:{seed}:{tokens}:{records}")
     pairs: tuple[tuple[str, str], ...] = ()
     while not (pairs and belongs(repr(pairs), "heldout")):
-        pairs = tuple((key, rng.choice(VALUES)) for key in rng.sample(KEYS, wanted))
+        pairs = tuple((key, rng.choice(VALUES)) for key in rng.sample(KEYS, n_records))
     text = _compose([answer(*pair) for pair in pairs], tokens, rng)
     questions = tuple(Question(text=phrase(k, rng), answer=answer(k, v)) for k, v in pairs)
     return Lookup(text=text, records=pairs, questions=questions)
@@ -114,7 +114,7 @@ def _compose(sentences: list[str], tokens: int, rng: random.Random) -> str:
 
 
 def score_answer(text: str, question: Question) -> bool:
-    """Say whether `text` gives the right value: the last word of the right answer."""
+    """Return whether `text` has the right value: the last word of the right answer."""
     value = question.answer.rstrip(".").split()[-1]
     words = text.strip().rstrip(".").split()
     return bool(words) and words[min(1, len(words) - 1)].rstrip(".") == value

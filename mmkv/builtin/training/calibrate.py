@@ -1,8 +1,8 @@
-"""Writes the profiles that the built-in model comes with: `python -m
-mmkv.builtin.training.calibrate`, of what its heads cost, and with `--visual` of which are visual.
+"""Writes the profiles that the built-in model is shipped with: `python -m
+mmkv.builtin.training.calibrate` measures the costs of its heads, with `--visual` the visual heads.
 
-On held-out scenes and texts that no evaluation uses: seeds from 50,000 on. `--visual` measures
-smollm2-vision too, and says how its visual heads lie to those that the copy probe finds.
+It uses held-out scenes and texts of no evaluation: seeds from 50,000 on. `--visual` also measures
+smollm2-vision, and prints how many visual heads are among those that the copy probe finds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST = 50_000
 
 
 def prompts(processor: Any, n: int) -> Iterator[dict[str, Any]]:
-    """As many descriptions, short questions, and look-ups of 256 to 1,024 tokens, `n` of each."""
+    """Yield `n` descriptions, `n` short questions and `n` look-ups of 256 to 1,024 tokens."""
     for seed in range(FIRST, FIRST + n):
         rng = random.Random(f"calibrate:{seed}")
         picture = scenes.draw(scene := scenes.make_scene(seed))
@@ -39,45 +39,45 @@ def prompts(processor: Any, n: int) -> Iterator[dict[str, Any]]:
         yield encode(processor, user(f"{lookup.text} {rng.choice(lookup.questions).text}"))
 
 
-def described(processor: Any, n: int, drawn: Any = scenes) -> Iterator[dict[str, Any]]:
-    """Descriptions of `n` scenes, with the cell of the grid that each of their words is read from.
+def described(processor: Any, n: int, dataset: Any = scenes) -> Iterator[dict[str, Any]]:
+    """Yield descriptions of `n` scenes, with the image tokens that each token is read from.
 
-    The words of an object's sentence are read from the object's cell. `drawn` makes the scenes.
+    The tokens of an object's sentence are read from its grid cell. `dataset` makes the scenes.
     """
     for seed in range(FIRST, FIRST + n):
-        scene, rng = drawn.make_scene(seed), random.Random(f"visual:{seed}")
-        question = drawn.describe_question("the picture", rng)
-        inputs = dict(encode(processor, user(question, drawn.draw(scene))))
+        scene, rng = dataset.make_scene(seed), random.Random(f"visual:{seed}")
+        question = dataset.describe_question("the picture", rng)
+        inputs = dict(encode(processor, user(question, dataset.draw(scene))))
         tokens = (inputs["input_ids"][0] == processor.image_token_id).nonzero()[:, 0].tolist()
-        text, regions = drawn.describe(scene), list[list[int]]()
-        found = processor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        text, regions = dataset.describe(scene), list[list[int]]()
+        reply = processor.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ends = [i + 1 for i, letter in enumerate(text) if letter == "."]
-        before = len(ends) - len(scene.objects)  # a sentence that counts the objects, or none
-        for start, _ in found["offset_mapping"]:
-            sentence = sum(end <= start for end in ends) - before
-            known = 0 <= sentence < len(scene.objects)
-            regions.append(_cell(tokens, scene.objects[sentence].place) if known else [])
-        yield {**inputs, "reply": found["input_ids"], "regions": regions}
+        leading = len(ends) - len(scene.objects)  # a sentence that counts the objects, or none
+        for start, _ in reply["offset_mapping"]:
+            sentence = sum(end <= start for end in ends) - leading
+            is_object = 0 <= sentence < len(scene.objects)
+            regions.append(_cell(tokens, scene.objects[sentence].place) if is_object else [])
+        yield {**inputs, "reply": reply["input_ids"], "regions": regions}
 
 
 def _cell(tokens: list[int], place: str) -> list[int]:
-    """The image tokens of a place, of the square that they are row by row."""
+    """Return the image tokens of a place; `tokens` are those of a square, row by row."""
     side = math.isqrt(len(tokens))
     cells = [(i // side * 3 // side, i % side * 3 // side) for i in range(len(tokens))]
-    wanted = divmod(scenes.PLACES.index(place), 3)
-    return [token for token, cell in zip(tokens, cells, strict=True) if cell == wanted]
+    target = divmod(scenes.PLACES.index(place), 3)
+    return [token for token, cell in zip(tokens, cells, strict=True) if cell == target]
 
 
 def beside_copies(visual: Profile, copies: Profile) -> str:
-    """How much of what is visual the heads do that copy most, as many as half of it takes."""
-    seen, copied = (np.array(x).ravel() for x in (visual.visual, copies.retrieval))
-    most = np.argsort(-seen)
-    half = 1 + int(np.searchsorted(seen[most].cumsum(), 0.5))
-    copying = np.argsort(-copied)[:half]
-    both = len(np.intersect1d(most[:half], copying))
+    """Compare the fewest heads with half of the visual score with as many copying heads."""
+    scores, copy_scores = (np.array(x).ravel() for x in (visual.visual, copies.retrieval))
+    order = np.argsort(-scores)
+    half = 1 + int(np.searchsorted(scores[order].cumsum(), 0.5))
+    copying = np.argsort(-copy_scores)[:half]
+    both = len(np.intersect1d(order[:half], copying))
     return (
-        f"{half} of {len(seen)} heads do half of what is visual; {both} of them are among the "
-        f"{half} that copy most, which do {seen[copying].sum():.0%} of it"
+        f"{half} of {len(scores)} heads do half of what is visual; {both} of them are among the "
+        f"{half} that copy most, which do {scores[copying].sum():.0%} of it"
     )
 
 
@@ -90,15 +90,15 @@ def main(
     """Measure, and write the profile."""
     out.mkdir(parents=True, exist_ok=True)
     loaded = chat.load(model)
-    drawn = drawings if model == SMOLLM2_VISION else scenes
-    net, processor = loaded.model, loaded.processor
-    samples = described(processor, n, drawn) if visual else prompts(processor, n)
-    profile = calibrate(net, samples, "sparsemm" if visual else "condense")
+    dataset = drawings if model == SMOLLM2_VISION else scenes
+    network, processor = loaded.model, loaded.processor
+    samples = described(processor, n, dataset) if visual else prompts(processor, n)
+    profile = calibrate(network, samples, "sparsemm" if visual else "condense")
     path = out / (VISUAL_FILE if visual else FILE)
     profile.save(path)
     print(f"{profile.samples} prompts: wrote {path}")
     if visual:
-        print(beside_copies(profile, probe(net)))
+        print(beside_copies(profile, probe(network)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Prints a built-in model's figures: `python -m mmkv.builtin.training.evaluate`.
+"""Prints a built-in model's accuracies: `python -m mmkv.builtin.training.evaluate`.
 
-Greedy decoding with the full cache, on held-out seeds. Objects count as right with all that a
-description says of them; a short question counts as right with the whole answer, a look-up with the
-value of the key that was asked for.
+Greedy decoding with the full cache, on held-out seeds. An object is right if all its properties in
+the description are, a short question if the whole answer is, a look-up if the value is.
 """
 
 from __future__ import annotations
@@ -21,82 +20,82 @@ from mmkv.builtin import drawings, load_builtin, scenes, texts
 from mmkv.loading import models
 
 Message = dict[str, Any]
-# A conversation, and what of the reply is right, of how much.
-Asked = tuple[list[Message], Callable[[str], tuple[int, int]]]
+# A conversation, and a function of the reply: the number of right items, and of all items.
+Prompt = tuple[list[Message], Callable[[str], tuple[int, int]]]
 _BATCH = 20
 
 
 def user(text: str, *pictures: Any) -> list[Message]:
-    """A conversation of one user message: the pictures, then the text."""
+    """Return a conversation of one user message: the pictures, then the text."""
     content: list[Message] = [{"type": "image", "image": picture} for picture in pictures]
     return [{"role": "user", "content": [*content, {"type": "text", "text": text}]}]
 
 
-def encode(processor: Any, conversation: Any, **more: Any) -> Any:
-    """What the model takes for a conversation, or for several."""
-    how: Any = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **more}
-    return processor.apply_chat_template(conversation, add_generation_prompt=True, **how)
+def encode(processor: Any, conversation: Any, **options: Any) -> Any:
+    """Return the model's inputs for a conversation, or for several."""
+    arguments: Any = {"tokenize": True, "return_dict": True, "return_tensors": "pt", **options}
+    return processor.apply_chat_template(conversation, add_generation_prompt=True, **arguments)
 
 
-def _description(seed: int, drawn: Any) -> Asked:
-    scene = drawn.make_scene(seed)
-    score = partial(drawn.score_description, scene=scene)
-    return user("Describe the picture.", drawn.draw(scene)), score
+def _description(seed: int, dataset: Any) -> Prompt:
+    scene = dataset.make_scene(seed)
+    score = partial(dataset.score_description, scene=scene)
+    return user("Describe the picture.", dataset.draw(scene)), score
 
 
-def _several(seed: int, drawn: Any) -> Asked:
+def _several(seed: int, dataset: Any) -> Prompt:
     rng = random.Random(f"several:{seed}")
-    shown = [drawn.make_scene(3 * seed + i) for i in range(rng.choice((2, 3)))]
-    target = rng.randrange(len(shown))
-    text = f"Describe the {drawn.ORDINALS[target]} picture."
-    score = partial(drawn.score_description, scene=shown[target])
-    return user(text, *map(drawn.draw, shown)), score
+    pictured = [dataset.make_scene(3 * seed + i) for i in range(rng.choice((2, 3)))]
+    target = rng.randrange(len(pictured))
+    text = f"Describe the {dataset.ORDINALS[target]} picture."
+    score = partial(dataset.score_description, scene=pictured[target])
+    return user(text, *map(dataset.draw, pictured)), score
 
 
-def _short(seed: int, drawn: Any) -> Asked:
-    scene = drawn.make_scene(seed)
-    question = drawn.ask(scene, random.Random(f"short:{seed}"), 1)[0]
-    return user(question.text, drawn.draw(scene)), partial(_same, question.answer)
+def _short(seed: int, dataset: Any) -> Prompt:
+    scene = dataset.make_scene(seed)
+    question = dataset.ask(scene, random.Random(f"short:{seed}"), 1)[0]
+    return user(question.text, dataset.draw(scene)), partial(_equals, question.answer)
 
 
-def _same(answer: str, text: str) -> tuple[int, int]:
+def _equals(answer: str, text: str) -> tuple[int, int]:
     return int(text.strip() == answer), 1
 
 
-def _print(seed: int) -> Asked:
-    """One word or number among shapes."""
+def _print(seed: int) -> Prompt:
+    """Return a prompt about one word or number among shapes."""
     scene = drawings.make_scene(seed, count=3, printed=1)
     (thing,) = [x for x in scene.objects if x.kind != "shape"]
     question = f"Which {thing.kind} is printed in the picture?"
     return user(question, drawings.draw(scene)), lambda text: (int(thing.short in text), 1)
 
 
-def _which(seed: int) -> Asked:
-    """Four pictures, of which one shows a thing."""
+def _which(seed: int) -> Prompt:
+    """Return a prompt with four pictures: which one shows a thing."""
     rng = random.Random(f"which:{seed}")
     while True:
-        shown = [drawings.make_scene(rng.randrange(2**40)) for _ in range(4)]
-        if question := drawings.find_question(shown, rng):
-            asked = user(question.text, *map(drawings.draw, shown))
-            return asked, partial(_same, question.answer)
+        pictured = [drawings.make_scene(rng.randrange(2**40)) for _ in range(4)]
+        if question := drawings.find_question(pictured, rng):
+            conversation = user(question.text, *map(drawings.draw, pictured))
+            return conversation, partial(_equals, question.answer)
 
 
-def _lookup(seed: int, tokens: int) -> Asked:
+def _lookup(seed: int, tokens: int) -> Prompt:
     lookup = texts.make_lookup(seed, tokens)
     question = random.Random(f"ask:{seed}").choice(lookup.questions)
     conversation = user(f"{lookup.text} {question.text}")
     return conversation, lambda text: (int(texts.score_answer(text, question)), 1)
 
 
-# What is asked for a seed, and the most tokens of a reply, by name.
-Figures = dict[str, tuple[Callable[[int], Asked], int]]
+# Functions from a seed to a prompt, and the most tokens of a reply, by name.
+Figures = dict[str, tuple[Callable[[int], Prompt], int]]
 
 
-def _figures(drawn: Any, longest: int) -> Figures:
+def _figures(dataset: Any, longest: int) -> Figures:
     return {
-        "objects described": (partial(_description, drawn=drawn), longest),
-        "short questions answered": (partial(_short, drawn=drawn), 24),
-        "objects described, one of 2-3 pictures": (partial(_several, drawn=drawn), longest),
+        "objects described": (partial(_description, dataset=dataset), longest),
+        "short questions answered": (partial(_short, dataset=dataset), 24),
+        "objects described, one of 2-3 pictures": (partial(_several, dataset=dataset), longest),
     }
 
 
@@ -117,26 +116,26 @@ FIGURES: dict[str, Figures] = {
 
 
 def measure(
-    model: Any, processor: Any, figure: tuple[Callable[[int], Asked], int], n: int, first: int = 0
+    model: Any, processor: Any, figure: tuple[Callable[[int], Prompt], int], n: int, first: int = 0
 ) -> tuple[int, int]:
-    """How much of the replies to `n` held-out seeds from `first` on is right, of how much."""
+    """Return how many items are right, and how many there are, over `n` seeds from `first` on."""
     make, longest = figure
     right = total = 0
     for start in range(first, first + n, _BATCH):
-        asked = [make(seed) for seed in range(start, min(start + _BATCH, first + n))]
+        prompts = [make(seed) for seed in range(start, min(start + _BATCH, first + n))]
         padded = {"processor_kwargs": {"padding": True}}
-        inputs = encode(processor, [conversation for conversation, _ in asked], **padded)
+        inputs = encode(processor, [conversation for conversation, _ in prompts], **padded)
         ids = model.generate(**inputs.to(model.device), max_new_tokens=longest, do_sample=False)
         new = ids[:, inputs["input_ids"].shape[1] :]
         replies = processor.batch_decode(new, skip_special_tokens=True)
-        for (_, score), reply in zip(asked, replies, strict=True):
-            found, wanted = score(reply)
-            right, total = right + found, total + wanted
+        for (_, score), reply in zip(prompts, replies, strict=True):
+            n_right, n_total = score(reply)
+            right, total = right + n_right, total + n_total
     return right, total
 
 
 def perplexity(model: Any, tokenizer: Any, paths: list[Path], n: int, length: int = 512) -> float:
-    """The perplexity of `length` tokens from the middle of each of `n` texts."""
+    """Return the perplexity of `length` tokens from the middle of each of `n` texts."""
     total = 0.0
     for path in paths[:: max(1, len(paths) // n)][:n]:
         text = path.read_text(encoding="utf-8")
@@ -163,9 +162,9 @@ def main(
         print(f"{name}: {right / total:.1%} ({right}/{total}; {seeds})", flush=True)
     if texts is not None:
         paths = sorted(texts.glob("*.txt"))
-        own = perplexity(loaded, processor.tokenizer, paths, 20)
+        score = perplexity(loaded, processor.tokenizer, paths, 20)
         base = perplexity(*load_builtin("smollm2"), paths, 20)
-        print(f"perplexity of 20 texts: {own:.2f}, SmolLM2 {base:.2f} ({own / base - 1:+.1%})")
+        print(f"perplexity of 20 texts: {score:.2f}, SmolLM2 {base:.2f} ({score / base - 1:+.1%})")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m mmkv.builtin.training.tower --out DIR [--pictures 25000]
 
-Image tokens are taught to read as text. A picture has 3 x 3 cells of 4 x 4 image tokens; each row
+Image tokens learn to read as text. A picture has 3 x 3 cells of 4 x 4 image tokens; each row
 of a cell spells four tokens about what the cell shows, such as "large red circle,". The projector
 learns to give the text model's own embeddings of those tokens, so that the text model finds words
 it knows. A step costs a hundredth of one with the text model.
@@ -29,19 +29,19 @@ from mmkv.loading.smollm2_vision import SIDE, build
 
 IGNORE = -100
 _SIZES = (192, 192, 256, 384)
-_SHARPNESS = 8.0  # of the choice between tokens, by distance
+_SHARPNESS = 8.0  # of the softmax over tokens by distance
 Bf16 = Annotated[
     bool, typer.Option(help="In bfloat16: faster on a GPU, and on a processor with AMX.")
 ]
 
 
 def untrained() -> tuple[Any, Any]:
-    """What `build` makes of SmolLM2, in float32."""
+    """Return the untrained model and processor around SmolLM2, in float32."""
     return build(*models.pretrained(models.SMOLLM2, dtype=torch.float32)[:2])
 
 
-def arguments(out: Path, rate: float, bf16: bool, **more: Any) -> Any:
-    """Training arguments of both stages: one pass over the data, with checkpoints."""
+def arguments(out: Path, rate: float, bf16: bool, **options: Any) -> Any:
+    """Return training arguments of both stages: one epoch, with checkpoints."""
     import transformers as hf
 
     return hf.TrainingArguments(
@@ -57,12 +57,12 @@ def arguments(out: Path, rate: float, bf16: bool, **more: Any) -> Any:
         remove_unused_columns=False,
         report_to=[],
         seed=0,
-        **more,
+        **options,
     )
 
 
 def pixels(scene: drawings.Scene, rng: random.Random) -> Tensor:
-    """A drawn scene as the image processor gives it, `[3, SIDE, SIDE]`."""
+    """Draw a scene; return the image processor's output, `[3, SIDE, SIDE]`."""
     image = drawings.draw(scene, rng.choice(_SIZES))
     if image.size != (SIDE, SIDE):
         image = image.resize((SIDE, SIDE), Image.Resampling.BICUBIC)
@@ -70,18 +70,18 @@ def pixels(scene: drawings.Scene, rng: random.Random) -> Tensor:
 
 
 def spelled(thing: drawings.Object | None, place: str) -> tuple[str, str, str, str]:
-    """What the four rows of a cell say, in at most four tokens each."""
+    """Return the texts of a cell's four rows, of at most four tokens each."""
     where = f" at {place}"
     if thing is None:
         return " nothing", where, "", ""
     if thing.kind == "shape":
         return f" {thing.phrase}", where, f" {thing.phrase}", f" {thing.name} {place}"
-    said = f' "{thing.name}"' if thing.kind == "word" else f" number {thing.name}"
-    return said, where, f" {thing.kind} in {thing.color}", said
+    name = f' "{thing.name}"' if thing.kind == "word" else f" number {thing.name}"
+    return name, where, f" {thing.kind} in {thing.color}", name
 
 
 class Speller:
-    """The tokens that the image tokens of a scene stand for."""
+    """Returns the text tokens that a scene's image tokens stand for."""
 
     def __init__(self, tokenizer: Any) -> None:
         @cache
@@ -92,9 +92,9 @@ class Speller:
         self.filler = self.encode(",")[0]
 
     def ids(self, scene: drawings.Scene) -> Tensor:
-        """Token ids [144], row by row of the picture."""
-        things = {x.place: x for x in scene.objects}
-        cells = [spelled(things.get(place), place) for place in drawings.PLACES]
+        """Return token ids [144], row by row of the picture."""
+        by_place = {x.place: x for x in scene.objects}
+        cells = [spelled(by_place.get(place), place) for place in drawings.PLACES]
         rows = torch.tensor([[self._four(text) for text in cell] for cell in cells])
         return rows.view(3, 3, 4, 4).transpose(1, 2).flatten()
 
@@ -102,7 +102,7 @@ class Speller:
         return [*self.encode(text)[:4], *[self.filler] * 4][:4]
 
     def all_ids(self) -> Tensor:
-        """Every token that `ids` may give, ascending."""
+        """Return all tokens that `ids` may contain, ascending."""
         texts = [*drawings.SHAPES, *drawings.COLORS, *drawings.SIZES, *drawings.PLACES]
         texts += ["at", "in", "nothing", "word", "number", *map(str, range(100))]
         texts += [f'"{word}"' for word in drawings.WORDS]
@@ -110,14 +110,14 @@ class Speller:
 
 
 def scene_of(seed: int) -> drawings.Scene:
-    """A scene to train on: fuller ones, with more print, than are asked about later."""
+    """Return a training scene, with more things and print than the scenes of questions."""
     rng = random.Random(f"fuller:{seed}")
     count = rng.randint(3, 9)
     return drawings.make_scene(seed, "train", count, rng.randint(count // 3, count))
 
 
 class Tower(nn.Module):
-    """The tower and the projector of a model, asked what each image token spells."""
+    """Tower and projector of a model, trained to give the text token of each image token."""
 
     words: Tensor
 
@@ -130,14 +130,14 @@ class Tower(nn.Module):
         self.norm = float(embedding.norm(dim=1).mean())
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """The loss of token ids `labels` [B, 144], and the share that is nearest to its token's."""
+        """Return the loss for token ids `labels` [B, 144], and the share of right tokens."""
         features = self.tower(pixel_values).last_hidden_state[:, 1:]
         projected = self.projector(features).float().flatten(0, 1)
-        away = (torch.cdist(projected, self.words) / self.norm) ** 2
-        wanted = torch.searchsorted(self.ids, labels.flatten())
-        near = F.cross_entropy(-_SHARPNESS * away, wanted)
-        loss = near + away.gather(1, wanted[:, None]).mean()
-        return {"loss": loss, "right": (away.argmin(1) == wanted).float().mean()}
+        distances = (torch.cdist(projected, self.words) / self.norm) ** 2
+        targets = torch.searchsorted(self.ids, labels.flatten())
+        choice = F.cross_entropy(-_SHARPNESS * distances, targets)
+        loss = choice + distances.gather(1, targets[:, None]).mean()
+        return {"loss": loss, "right": (distances.argmin(1) == targets).float().mean()}
 
 
 def main(
@@ -149,7 +149,7 @@ def main(
     bf16: Bf16 = True,
     compile: Annotated[bool, typer.Option(help="Compile the layers.")] = True,
 ) -> None:
-    """Train, and leave `tower.safetensors` in `out`."""
+    """Train, and write `tower.safetensors` to `out`."""
     import datasets
     import transformers as hf
 
@@ -161,22 +161,22 @@ def main(
         layer.compile(dynamic=False)
 
     def sample(rows: dict[str, list[int]]) -> dict[str, list[Tensor]]:
-        drawn = {seed: scene_of(seed) for seed in rows["seed"]}
-        shown = [pixels(scene, random.Random(f"tower:{i}")) for i, scene in drawn.items()]
-        return {"pixel_values": shown, "labels": [speller.ids(x) for x in drawn.values()]}
+        scenes = {seed: scene_of(seed) for seed in rows["seed"]}
+        images = [pixels(scene, random.Random(f"tower:{i}")) for i, scene in scenes.items()]
+        return {"pixel_values": images, "labels": [speller.ids(x) for x in scenes.values()]}
 
     class Trainer(hf.Trainer):
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
-            told = model(**inputs)
+            outputs = model(**inputs)
             if self.state.global_step % 50 == 0:
-                self.log({"right": told["right"].item()})
-            return told["loss"]
+                self.log({"right": outputs["right"].item()})
+            return outputs["loss"]
 
     data = datasets.Dataset.from_dict({"seed": list(range(pictures))}).with_transform(sample)
     pace = {"warmup_steps": 50, "weight_decay": 0.05, "logging_steps": 50, "save_steps": 200}
-    more: Any = {"per_device_train_batch_size": batch, "dataloader_drop_last": True, **pace}
-    how = arguments(out, rate, bf16, **more)
-    Trainer(tower, how, train_dataset=data).train(resume_from_checkpoint=resume or None)
+    options: Any = {"per_device_train_batch_size": batch, "dataloader_drop_last": True, **pace}
+    training = arguments(out, rate, bf16, **options)
+    Trainer(tower, training, train_dataset=data).train(resume_from_checkpoint=resume or None)
     parts = {k: x for k, x in model.state_dict().items() if "language_model" not in k}
     parts = {k: x.contiguous() for k, x in parts.items() if "lm_head" not in k}
     save_file(parts, out / "tower.safetensors")

@@ -1,12 +1,12 @@
-"""Second stage of a LLaVA around SmolLM2: the text model learns to read what the tower gives.
+"""Second stage of a LLaVA around SmolLM2: the text model learns to read the tower's output.
 
     python -m mmkv.builtin.training.vision --out DIR --tower TOWER/tower.safetensors --texts FOLDER
 
 Low-rank updates of SmolLM2's layers learn to answer in SmolLM2's own instruction format; tower and
-projector stay as they are, since a few hundred batches make them read worse. Every eighth batch
-holds texts without pictures, on which the updated model keeps the next-token distributions of
-SmolLM2 itself. FOLDER is what `python -m mmkv.eval.corpus` writes. `--resume` goes on from the last
-checkpoint in DIR.
+projector are frozen, since a few hundred batches make them worse. Every eighth batch has texts
+without pictures, on which the updated model learns to keep the next-token distributions of SmolLM2.
+FOLDER is the output of `python -m mmkv.eval.corpus`. `--resume` continues from the last checkpoint
+in DIR.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mmkv.builtin.training.tower import IGNORE, Bf16, arguments, pixels, untrain
 from mmkv.loading.smollm2_vision import IMAGE_TOKEN, IMAGE_TOKENS, LORA_SCALE
 
 RANK = 16
-# Rows and tokens a row of a batch by what it holds, and how often it is drawn.
+# Rows, tokens per row and share of the batches, by kind of batch.
 KINDS = {"one": (8, 448, 0.52), "several": (4, 800, 0.36), "text": (8, 256, 0.12)}
 _SYSTEM = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
 _REQUESTS = ("Summarize this text.", "What is this about?", "Continue.", "Explain this.", "Why?")
@@ -48,8 +48,8 @@ class Rows:
         ids = torch.full((rows, length), self.tokenizer.pad_token_id)
         labels, images = torch.full((rows, length), IGNORE), list[Tensor]()
         for row in range(rows):
-            said = self._text(length) if kind == "text" else self._pictures(kind, length, images)
-            for i, (token, answered) in enumerate(said[:length]):
+            tokens = self._text(length) if kind == "text" else self._pictures(kind, length, images)
+            for i, (token, answered) in enumerate(tokens[:length]):
                 ids[row, i] = token
                 if answered:
                     labels[row, i] = token
@@ -60,16 +60,16 @@ class Rows:
         return [(token, answered) for token in _encoded(self.tokenizer, text)]
 
     def _turn(self, question: str, answer: str, pictures: int = 0) -> list[tuple[int, bool]]:
-        shown = "".join(
+        image_text = "".join(
             f"The {order} picture:\n{IMAGE_TOKEN * IMAGE_TOKENS}\n"
             for order in drawings.ORDINALS[:pictures]
         )
-        asked = f"<|im_start|>user\n{shown}{question}<|im_end|>\n<|im_start|>assistant\n"
-        told = self._encode(f"{answer}<|im_end|>", True)
-        return self._encode(asked) + told + self._encode("\n")
+        prompt = f"<|im_start|>user\n{image_text}{question}<|im_end|>\n<|im_start|>assistant\n"
+        answer_tokens = self._encode(f"{answer}<|im_end|>", True)
+        return self._encode(prompt) + answer_tokens + self._encode("\n")
 
     def _pictures(self, kind: str, length: int, images: list[Tensor]) -> list[tuple[int, bool]]:
-        """A conversation about one picture, or about two to four."""
+        """Return a conversation about one picture, or about two to four."""
         rng = self.rng
         number = 1 if kind == "one" else rng.choice((2, 3, 3, 4, 4))
         seeds = [rng.randrange(2**40) for _ in range(number)]
@@ -81,24 +81,24 @@ class Rows:
             which = "the picture" if number == 1 else f"the {order} picture"
             turns += drawings.ask(scene, rng, 14 if number == 1 else 4, which)
             if number == 1 or rng.random() < 0.5:
-                asked = drawings.describe_question(which, rng)
-                turns.append(drawings.Question(text=asked, answer=drawings.describe(scene)))
+                request = drawings.describe_question(which, rng)
+                turns.append(drawings.Question(text=request, answer=drawings.describe(scene)))
         if number > 1:
-            finds = (drawings.find_question(scenes, rng) for _ in range(3))
-            turns += [x for x in finds if x is not None]
+            candidates = (drawings.find_question(scenes, rng) for _ in range(3))
+            turns += [x for x in candidates if x is not None]
         rng.shuffle(turns)
-        if number == 1 and rng.random() < 0.5:  # what is asked first is often to describe it
+        if number == 1 and rng.random() < 0.5:  # the first question is often to describe it
             turns.sort(key=lambda x: x.answer != drawings.describe(scenes[0]))
         row = self._encode(f"<|im_start|>{_SYSTEM}<|im_end|>\n")
         for i, turn in enumerate(turns):
-            more = self._turn(turn.text, turn.answer, 0 if i else number)
-            if len(row) + len(more) > length:
+            tokens = self._turn(turn.text, turn.answer, 0 if i else number)
+            if len(row) + len(tokens) > length:
                 break
-            row += more
+            row += tokens
         return row
 
     def _text(self, length: int) -> list[tuple[int, bool]]:
-        """A piece of a text, every second one inside a request."""
+        """Return a piece of a text, every second one inside a request."""
         text = self.rng.choice(self.texts)
         start = self.rng.randrange(max(1, len(text) - 6 * length))
         piece = text[start : start + 6 * length]
@@ -118,16 +118,17 @@ def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
 def loss_of(
     model: Any, inputs: dict[str, Tensor], answered: Callable[..., Tensor]
 ) -> tuple[str, Tensor]:
-    """The loss of a batch and what it holds: cross entropy of answers, divergence on texts.
+    """Return a batch's kind and loss: cross entropy of answers, divergence on texts.
 
-    Logits are computed where they count alone; `answered` is `_answered`, or that compiled.
+    Logits are computed only for the tokens that the loss uses; `answered` is `_answered`, or that
+    compiled.
     """
     inner, labels = model.get_base_model(), inputs["labels"][:, 1:]
     head = inner.lm_head
 
     def hidden(where: Tensor) -> Tensor:
-        given = {k: x for k, x in inputs.items() if k != "labels"}
-        return inner.model(**given, use_cache=False).last_hidden_state[:, :-1][where]
+        model_inputs = {k: x for k, x in inputs.items() if k != "labels"}
+        return inner.model(**model_inputs, use_cache=False).last_hidden_state[:, :-1][where]
 
     if "pixel_values" in inputs:
         where = labels != IGNORE
@@ -138,17 +139,17 @@ def loss_of(
     where[:, 16::3] = True
     where &= ids[:, :-1] != model.config.text_config.pad_token_id
     with torch.no_grad(), model.disable_adapter():
-        wanted = head(hidden(where)).float().log_softmax(-1)
-    told = head(hidden(where)).float().log_softmax(-1)
-    return "text", F.kl_div(told, wanted, log_target=True, reduction="batchmean")
+        target = head(hidden(where)).float().log_softmax(-1)
+    log_probs = head(hidden(where)).float().log_softmax(-1)
+    return "text", F.kl_div(log_probs, target, log_target=True, reduction="batchmean")
 
 
-def _answered(hidden: Tensor, embedding: Tensor, wanted: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, embedding).float(), wanted)
+def _answered(hidden: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, embedding).float(), targets)
 
 
 def prepare(model: Any) -> Any:
-    """The model with low-rank updates of its text layers, which alone train."""
+    """Add low-rank updates to the text layers, the only weights that are trained."""
     import peft
 
     layers = r".*language_model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj"
@@ -157,24 +158,24 @@ def prepare(model: Any) -> Any:
 
 
 def updates_of(model: Any) -> dict[str, Tensor]:
-    """What was trained, by its name in the model without updates."""
-    found = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
+    """Return the trained weights, by their names in the model without updates."""
+    updates = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
     for mark in ("base_model.model.", ".default.weight"):
-        found = {name.replace(mark, "", 1): x for name, x in found.items()}
-    return found
+        updates = {name.replace(mark, "", 1): x for name, x in updates.items()}
+    return updates
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for checkpoints and the parts.")],
-    tower: Annotated[Path, typer.Option(help="What the first stage left.")],
+    tower: Annotated[Path, typer.Option(help="File written by the first stage.")],
     texts: Annotated[Path, typer.Option(help="Plain texts, in folders.")],
-    steps: Annotated[int, typer.Option(help="Batches, all told.")] = 800,
+    steps: Annotated[int, typer.Option(help="Number of batches.")] = 800,
     rate: float = 6e-4,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
     bf16: Bf16 = True,
     compile: Annotated[bool, typer.Option(help="Compile the layers and the loss.")] = True,
 ) -> None:
-    """Train, and leave `parts.safetensors` in `out`."""
+    """Train, and write `parts.safetensors` to `out`."""
     import datasets
     import transformers as hf
 
@@ -185,7 +186,7 @@ def main(
         model.model.language_model.to(torch.bfloat16)
     model = prepare(model)
     files = [path for path in sorted(texts.glob("*/*.txt")) if "novels" not in path.parts]
-    read = [path.read_text() for path in files]
+    corpus = [path.read_text() for path in files]
     answered = torch.compile(_answered, dynamic=True, disable=not compile)
     if compile:
         torch.compiler.config.recompile_limit = 64
@@ -207,16 +208,16 @@ def main(
             return loss
 
     def draw(rows: dict[str, list[int]]) -> dict[str, Any]:
-        return {"batch": [Rows(processor.tokenizer, read, step).batch() for step in rows["step"]]}
+        return {"batch": [Rows(processor.tokenizer, corpus, step).batch() for step in rows["step"]]}
 
     data = datasets.Dataset.from_dict({"step": list(range(steps))}).with_transform(draw)
     pace = {"warmup_steps": 20, "logging_steps": 20, "save_steps": 50}
-    how = arguments(out, rate, bf16, per_device_train_batch_size=1, **pace)
+    training = arguments(out, rate, bf16, per_device_train_batch_size=1, **pace)
 
-    def only(rows: list[dict[str, Any]]) -> Any:
+    def collate(rows: list[dict[str, Any]]) -> Any:
         return rows[0]["batch"]
 
-    trainer = Trainer(model, how, train_dataset=data, data_collator=only)
+    trainer = Trainer(model, training, train_dataset=data, data_collator=collate)
     trainer.train(resume_from_checkpoint=resume or None)
     parts |= updates_of(model)
     save_file({name: x.half() for name, x in parts.items()}, out / "parts.safetensors")
