@@ -1,4 +1,4 @@
-"""One answer of the image chat, token by token, and what its cache kept of the prompt."""
+"""One answer of the image chat, token by token, and what its cache keeps of the prompt."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from mmkv.calls import CACHE, cache_in
 if TYPE_CHECKING:
     from .conversation import Settings
 
-Inputs = dict[str, Tensor]  # what a processor returns
+Inputs = dict[str, Tensor]  # output of a processor
 Shares = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two answers as it stands."""
+    """State of one of the two answers."""
 
     text: str = ""
     tokens: int = 0
-    first: float | None = None  # seconds of the model's time to the first token
+    first: float | None = None  # seconds of computation until the first token
     rate: float | None = None  # tokens a second after the first
     nbytes: int = 0  # of the cache
     full_nbytes: int = 0  # of a full cache of the same tokens
-    kept: float = 1.0  # the share of the prompt's key-value pairs that is held
+    kept: float = 1.0  # share of the prompt's key-value pairs
 
 
 class Answer:
-    """One side of a turn, token by token, behind this side's last answer.
+    """One side of a turn, token by token, after the last answer of this side.
 
     Attributes:
         prompt: inputs of the whole conversation.
-        again: all of it is read again, since the last answer's cache does not fit.
-        cache: as the model holds it; None before the first token.
-        done: no token will follow.
+        again: True if all of it is read again, since the last answer's cache cannot be used.
+        cache: the model's cache; None before the first token.
+        done: True once no token will follow.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Answer:
         pictures: Sequence[Image.Image],
         settings: Settings,
     ) -> None:
-        """Begin, with pictures that are new; a ValueError if it is more than the model reads."""
+        """Prepare the prompt, with new pictures; a ValueError if it exceeds the model's length."""
         self.model, self._loaded = model, loaded
         self.cache: Any = None
         self.done = self.again = False
@@ -74,23 +74,23 @@ class Answer:
         if loaded.processor.chat_template is None:
             messages = [{"role": "user", "content": "\n".join(x["content"] for x in messages)}]
         self.prompt = inputs = chat.encode_messages(loaded, messages)
-        self._ids = ids = inputs["input_ids"][0].cpu()  # then with the answer's tokens
+        self._ids = ids = inputs["input_ids"][0].cpu()  # the answer's tokens are appended
         self._start, self._seconds = len(ids), list[float]()
         needed = len(ids) + settings.max_new_tokens
-        most = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
-        if most is not None and needed > most:
+        limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and needed > limit:
             raise ValueError(
                 f"the conversation and a new answer take up to {needed} tokens, the model reads "
-                f"{most}: clear the conversation, or ask for fewer new tokens"
+                f"{limit}: clear the conversation, or ask for fewer new tokens"
             )
         options = generation(settings, loaded.model.device)
         if before is not None:
             seen = before._ids[:-1]
             self.again = before.model is not model or not torch.equal(ids[: len(seen)], seen)
         if before is not None and not self.again:
-            # The cache is a copy, so that an error or a refusal leaves the conversation as it was.
+            # The cache is a copy, so that an error leaves the conversation unchanged.
             options[CACHE] = copy.deepcopy(before.cache)
-            # Of what counts pictures along dimension 0, it has seen the earlier ones.
+            # Inputs per picture (dimension 0) are of the new ones: the cache has the earlier ones.
             new = chat.encode(loaded, "", pictures) if pictures else {}
             inputs = {k: x for k, x in inputs.items() if x.shape == (1, len(ids))} | {
                 k: x for k, x in new.items() if x.shape != new["input_ids"].shape
@@ -100,41 +100,41 @@ class Answer:
     def _message(
         self, role: str, text: str, pictures: Sequence[Image.Image] = ()
     ) -> dict[str, Any]:
-        shown = [{"type": "image", "image": x} for x in pictures]
-        parts = [*shown, {"type": "text", "text": text}]
+        images = [{"type": "image", "image": x} for x in pictures]
+        parts = [*images, {"type": "text", "text": text}]
         return {"role": role, "content": parts if self._loaded.places_pictures else text}
 
     def step(self) -> bool:
-        """One more token; False when the answer had ended and none came."""
+        """Generate one more token; return False if the answer had ended."""
         start = time.perf_counter()
-        if found := next(self._steps, None):
-            self._ids, self.cache = found
+        if result := next(self._steps, None):
+            self._ids, self.cache = result
             self._seconds.append(time.perf_counter() - start)
-        self.done = found is None
+        self.done = result is None
         return not self.done
 
     def close(self) -> None:
-        """End the answer as it is."""
+        """Stop generating."""
         self._steps.close()
 
     def side(self) -> Side:
-        """The answer as it stands."""
+        """Return the state of the answer."""
         if self.cache is None:
             return Side()
-        said, seconds = self._ids[self._start :], self._seconds
-        text: str = self._loaded.processor.decode(said, skip_special_tokens=True)
+        reply_ids, seconds = self._ids[self._start :], self._seconds
+        text: str = self._loaded.processor.decode(reply_ids, skip_special_tokens=True)
         rate = (len(seconds) - 1) / sum(seconds[1:]) if len(seconds) > 1 else None
-        held = full = sum(map(nbytes, self.cache.layers))
+        used_nbytes = full_nbytes = sum(map(nbytes, self.cache.layers))
         kept = 1.0
         if isinstance(self.cache, CompressedCache):
             report = self.cache.report()
-            full, kept = report.full_nbytes, report.prompt_fraction
+            full_nbytes, kept = report.full_nbytes, report.prompt_fraction
         text = text.strip().removesuffix("�")
-        return Side(text, len(seconds), seconds[0], rate, held, full, kept)
+        return Side(text, len(seconds), seconds[0], rate, used_nbytes, full_nbytes, kept)
 
 
 def generation(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """What `generate` takes for these settings; draws begin with their seed."""
+    """Return options of `generate` for these settings; sampling starts with their seed."""
     options: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k"))
     options |= {"max_new_tokens": settings.max_new_tokens, "do_sample": False}
     if settings.temperature:
@@ -143,26 +143,26 @@ def generation(settings: Settings, device: torch.device) -> dict[str, Any]:
 
 
 class _Draw(LogitsProcessor):
-    """Leaves one token possible, drawn at a temperature: by equal numbers on both sides."""
+    """Leaves only a token sampled at a temperature; both sides use the same random numbers."""
 
     def __init__(self, temperature: float, seed: int, device: torch.device) -> None:
         self.temperature = temperature
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [B, V]: 0 for the drawn token, -inf for the others."""
-        chances = torch.softmax(scores.float() / self.temperature, dim=-1)
-        drawn = torch.multinomial(chances, 1, generator=self.generator)
+        """Return scores [B, V]: 0 for the sampled token, -inf for the others."""
+        probabilities = torch.softmax(scores.float() / self.temperature, dim=-1)
+        drawn = torch.multinomial(probabilities, 1, generator=self.generator)
         return torch.full_like(scores, -torch.inf).scatter(-1, drawn, 0.0)
 
 
 def _steps(model: Any, options: dict[str, Any]) -> Generator[tuple[Tensor, Any]]:
-    """Generate; yield the prompt and the answer so far, int64 [N], and the cache at each token.
+    """Generate; at each token, yield the ids of prompt and answer, int64 [N], and the cache.
 
-    `model.generate` runs in a thread that waits after every token until the next one is asked for.
+    `model.generate` runs in a thread that waits after every token until the next one is requested.
     """
-    found: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
-    wanted, ended, cache = threading.Semaphore(0), False, None
+    results: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
+    requested, ended, cache = threading.Semaphore(0), False, None
 
     def remember(module: Any, args: Any, output: Any) -> None:
         nonlocal cache
@@ -170,87 +170,87 @@ def _steps(model: Any, options: dict[str, Any]) -> Generator[tuple[Tensor, Any]]
 
     def pause(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if not ended:
-            found.put(input_ids[0].cpu())  # waits for the device, so that its time counts
-            wanted.acquire()
+            results.put(input_ids[0].cpu())  # waits for the device, so that its time is measured
+            requested.acquire()
         return torch.full((len(input_ids),), ended, device=input_ids.device)
 
     def run() -> None:
         try:
             model.generate(**options, stopping_criteria=[pause])
-            found.put(None)
+            results.put(None)
         except BaseException as error:
-            found.put(error)
+            results.put(error)
 
     hook = model.register_forward_hook(remember)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        while (tokens := found.get()) is not None:
+        while (tokens := results.get()) is not None:
             if isinstance(tokens, BaseException):
                 raise tokens
             yield tokens, cache
-            wanted.release()
+            requested.release()
     finally:
         ended = True
-        wanted.release()
+        requested.release()
         thread.join()
         hook.remove()
 
 
 @dataclass(frozen=True)
 class Word:
-    """A token of the prompt, or a picture's `tokens` in a row, whose `text` is ""."""
+    """A token of the prompt, or a run of `tokens` of a picture, whose `text` is ""."""
 
     text: str
-    layers: int | None  # in which at least one head holds it; None for a picture
+    layers: int | None  # number in which a head keeps it; None for a picture
     tokens: int
-    kept: float  # the share of heads and layers that hold it
+    kept: float  # share of heads and layers that keep it
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a compressed cache kept, after the prompt and before the answer."""
+    """What a compressed cache keeps, after the prompt and before the answer."""
 
-    layers: list[int]  # indices of the compressed ones
-    sizes: list[float]  # for each, the tokens held by a head, mean over heads
-    seen: int  # tokens
-    words: list[Word]  # the prompt in order
-    patches: list[Shares]  # for each layer [P, rows, cols]: the share of heads that hold each
-    pictures: list[Image.Image]  # as the model sees them, where their patches are known
-    problem: str | None  # why they are not
+    layers: list[int]  # indices of the compressed layers
+    sizes: list[float]  # of each layer: tokens that a head keeps, mean over heads
+    seen: int  # tokens of the prompt
+    words: list[Word]  # the prompt, in order
+    patches: list[Shares]  # of each layer [P, rows, cols]: share of heads that keep a patch
+    pictures: list[Image.Image]  # as the model sees them; [] if their patches are not known
+    problem: str | None  # why patches are not known
 
     @property
     def mean(self) -> Shares:
-        """Float32 [rows, cols], the mean of the last picture's `patches` over layers."""
+        """Mean of the last picture's `patches` over layers, float32 [rows, cols]."""
         return np.asarray(np.mean(self.patches, axis=0)[-1], dtype=np.float32)
 
 
 def kept_of(
     loaded: chat.Loaded, prompt: Inputs, cache: Any, pictures: Sequence[Image.Image]
 ) -> Kept:
-    """Read a compressed cache that has just been given a prompt with these pictures, in order."""
+    """Return what a compressed cache keeps of a prompt with these pictures, in order."""
     compressed = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
     seen = prompt["input_ids"].shape[1]
     kept = [cache.shares(i)[0, :, :seen].cpu() for i in compressed]
-    image, held = chat.image_mask(loaded, prompt), torch.stack(kept).mean(dim=1)  # [N], [L, N]
-    share, layers = held.mean(dim=0).tolist(), (held > 0).sum(dim=0).tolist()
+    image, shares = chat.image_mask(loaded, prompt), torch.stack(kept).mean(dim=1)  # [N], [L, N]
+    share, layers = shares.mean(dim=0).tolist(), (shares > 0).sum(dim=0).tolist()
     words: list[Word] = []
     for is_image, run in itertools.groupby(range(seen), image.tolist().__getitem__):
-        places = list(run)
+        run_tokens = list(run)
         if is_image:
-            words.append(Word("", None, len(places), fmean(share[i] for i in places)))
+            words.append(Word("", None, len(run_tokens), fmean(share[i] for i in run_tokens)))
             continue
-        texts = loaded.processor.batch_decode(prompt["input_ids"][0, places, None])
-        words += [Word(x, layers[i], 1, share[i]) for x, i in zip(texts, places, strict=True)]
+        texts = loaded.processor.batch_decode(prompt["input_ids"][0, run_tokens, None])
+        words += [Word(x, layers[i], 1, share[i]) for x, i in zip(texts, run_tokens, strict=True)]
     patches, problem, shown = list[Shares](), None, list[Image.Image]()
     if pictures:
         try:
             patches = [picture.kept_patches(x, image, len(pictures)) for x in kept]
             shown, pixels = list(pictures), prompt.get("pixel_values")
             if pixels is not None and pixels.ndim == 4 and len(pixels) == len(pictures):
-                seen_as, processor = pixels.float().cpu().numpy(), loaded.processor.image_processor
-                each = zip(pictures, seen_as, strict=True)
-                shown = [picture.as_seen(x, y, processor) for x, y in each]
+                arrays, processor = pixels.float().cpu().numpy(), loaded.processor.image_processor
+                pairs = zip(pictures, arrays, strict=True)
+                shown = [picture.as_seen(x, y, processor) for x, y in pairs]
         except ValueError as error:
             problem = str(error)
     sizes = [x.sum(dim=1).mean().item() for x in kept]

@@ -34,12 +34,12 @@ _QUESTIONS = [
     ["Where is the yellow circle?"],
 ]
 CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-# The system's own font: nothing is fetched.
+# The system's font: no font is downloaded.
 THEME = Default(primary_hue="teal", neutral_hue="slate", font="system-ui")
 _COLOURS = ["#d72828", "#f5dc32", "#28963c", "#2d55d7", "#191919", "#fcfcfc"]
 _POLICY = "condense"
-_MOST_TOKENS, _LONGEST_QUESTION = 512, 4000  # of an answer; characters
-_PLAIN = "the model's type"  # what kept pairs are held as where nothing else is chosen
+_MOST_TOKENS, _LONGEST_QUESTION = 512, 4000  # per answer; characters
+_PLAIN = "the model's type"  # type of kept pairs by default
 _ANNOUNCE = "element.setAttribute('role', '{0}'); element.setAttribute('aria-live', '{1}');"
 _NAME_EXAMPLES = """() => document.querySelectorAll('#examples button').forEach((x, i) => {
   x.ariaLabel = `Use example picture ${i + 1}`;
@@ -49,7 +49,7 @@ _quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibi
 
 
 def _uri(picture: Image.Image, side: int = 96) -> str:
-    """A picture, at most `side` pixels wide and high, as a URI that holds it."""
+    """Return a picture, at most `side` pixels wide and high, as a data URI."""
     picture = picture.copy()
     picture.thumbnail((side, side))
     file = io.BytesIO()
@@ -58,10 +58,10 @@ def _uri(picture: Image.Image, side: int = 96) -> str:
 
 
 def _edges(shares: Shares) -> str:
-    """A thin line around what is kept, as an SVG path: objects stay apart from covered patches."""
-    held = np.pad(shares > 0, 1)
-    across = zip(*np.nonzero(held[:, :-1] != held[:, 1:]), strict=True)
-    down = zip(*np.nonzero(held[:-1] != held[1:]), strict=True)
+    """Return an SVG path around kept patches, which sets objects apart from covered patches."""
+    kept = np.pad(shares > 0, 1)
+    across = zip(*np.nonzero(kept[:, :-1] != kept[:, 1:]), strict=True)
+    down = zip(*np.nonzero(kept[:-1] != kept[1:]), strict=True)
     return "".join([f"M{c} {r - 1}v1" for r, c in across] + [f"M{c - 1} {r}h1" for r, c in down])
 
 
@@ -69,30 +69,30 @@ _environment: Any = jinja2.Environment(
     loader=jinja2.PackageLoader("mmkv.demo", ""), autoescape=True, undefined=jinja2.StrictUndefined
 )
 _environment.filters |= {"uri": _uri, "edges": _edges, "heat": colormaps["cividis"], "hex": to_hex}
-views = _environment.get_template("views.html").module  # the page's parts, a macro each
+views = _environment.get_template("views.html").module  # parts of the page, one macro each
 
 
 def option_hints() -> dict[str, Any]:
-    """The types of all policies' options, without the one that has a control of its own."""
+    """Return the types of all policies' options but `protect`, which has another control."""
     hints = [option_types(policy_class(name)) for name in list_policies()]
-    return {name: x for known in hints for name, x in known.items() if name != "protect"}
+    return {name: x for types in hints for name, x in types.items() if name != "protect"}
 
 
 def shown_option(hint: Any, value: Any) -> Any:
-    """An option's value as its control shows it."""
+    """Return an option's value as its control shows it."""
     return "none" if value is None and "none" in _choices(hint) else value
 
 
 def changed_options(policy: str, shown: dict[str, Any]) -> dict[str, Any]:
-    """What the controls say where it differs from the defaults of what the policy reads.
+    """Return the options of a policy whose controls differ from its defaults.
 
     Raises:
         ValueError: an unknown policy, or a control without a value of its type.
     """
-    hints, known = option_hints(), policy_class(policy).options()
-    texts = {x: "none" if shown[x] in (None, "") else str(shown[x]) for x in known if x in hints}
-    read = {x: chat.parse_value(x, text, hints[x]) for x, text in texts.items()}
-    return {name: value for name, value in read.items() if value != known[name]}
+    hints, defaults = option_hints(), policy_class(policy).options()
+    texts = {x: "none" if shown[x] in (None, "") else str(shown[x]) for x in defaults if x in hints}
+    options = {x: chat.parse_value(x, text, hints[x]) for x, text in texts.items()}
+    return {name: value for name, value in options.items() if value != defaults[name]}
 
 
 def _choices(hint: Any) -> list[str]:
@@ -102,11 +102,11 @@ def _choices(hint: Any) -> list[str]:
 
 
 def _control(name: str, hint: Any) -> Any:
-    kinds, known = chat.flat(hint), policy_class(_POLICY).options()
+    kinds, defaults = chat.flat(hint), policy_class(_POLICY).options()
     common: dict[str, Any] = {
-        "value": shown_option(hint, known.get(name)),
+        "value": shown_option(hint, defaults.get(name)),
         "label": name.replace("_", " ").capitalize(),
-        "visible": name in known,
+        "visible": name in defaults,
         "elem_id": f"option-{name}",
     }
     if choices := _choices(hint):
@@ -120,18 +120,18 @@ def _control(name: str, hint: Any) -> Any:
 
 
 def _policy_chosen(policy: str) -> list[Any]:
-    """Show the options that this policy reads, at its defaults."""
-    known = policy_class(policy).options()
+    """Show the controls of the policy's options, at its defaults."""
+    defaults = policy_class(policy).options()
     return [
-        gr.update(visible=True, value=shown_option(hint, known[name]))
-        if name in known
+        gr.update(visible=True, value=shown_option(hint, defaults[name]))
+        if name in defaults
         else gr.update(visible=False)
         for name, hint in option_hints().items()
     ]
 
 
 def check_limits(question: str, settings: Settings) -> None:
-    """Refuse what would keep the page from others; the browser's own limits can be evaded.
+    """Refuse requests that would block the page for others; a browser's limits can be evaded.
 
     Raises:
         ValueError: a question or an answer that is too long, or a temperature out of range.
@@ -156,9 +156,9 @@ def _explained(error: Exception) -> str:
 
 
 def build(models: Models) -> gr.Blocks:
-    """The page for the models on offer, the first of which is chosen."""
+    """Build the page for these models, the first of which is selected."""
     with gr.Blocks(title="mmkv image chat", analytics_enabled=False, fill_width=True) as page:
-        talk = gr.State(None, delete_callback=lambda left: left and left.close())
+        conversation_state = gr.State(None, delete_callback=lambda ended: ended and ended.close())
         gr.HTML(views.header())
         with gr.Row(elem_id="main"):
             with gr.Column(min_width=0, elem_id="input"):
@@ -195,59 +195,59 @@ def build(models: Models) -> gr.Blocks:
             with gr.Column(min_width=0, elem_id="settings"):
                 policies = list_policies()
                 policy = gr.Dropdown(policies, value=_POLICY, label="Policy", elem_id="policy")
-                share = "The share of the prompt's cache that is kept"
-                budget = gr.Slider(0.01, 1, 0.2, step=0.01, label="Budget", info=share)
-                text = "Keep the prompt's text; only picture tokens compete"
-                protect = gr.Checkbox(label="Protect instructions", info=text, elem_id="protect")
+                info = "The share of the prompt's cache that is kept"
+                budget = gr.Slider(0.01, 1, 0.2, step=0.01, label="Budget", info=info)
+                info = "Keep the prompt's text; only picture tokens compete"
+                protect = gr.Checkbox(label="Protect instructions", info=info, elem_id="protect")
                 with gr.Accordion("Length, sampling, model", open=False):
-                    longest = gr.Slider(1, _MOST_TOKENS, 80, step=1, label="Max new tokens")
-                    greedy = "0 is greedy"
-                    temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info=greedy)
-                    bits = "8 or 4 bits for each number that is kept"
-                    held = gr.Dropdown([_PLAIN, *quantize.BITS], label="Held as", info=bits)
-                    other = "Another model starts a new conversation"
-                    model = gr.Dropdown(models.names, label="Model", info=other)
+                    max_tokens = gr.Slider(1, _MOST_TOKENS, 80, step=1, label="Max new tokens")
+                    info = "0 is greedy"
+                    temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info=info)
+                    info = "8 or 4 bits for each number that is kept"
+                    kv_dtype = gr.Dropdown([_PLAIN, *quantize.BITS], label="Held as", info=info)
+                    info = "Another model starts a new conversation"
+                    model = gr.Dropdown(models.names, label="Model", info=info)
                 with gr.Accordion("Options of the policy", open=False):
                     controls = [_control(*x) for x in option_hints().items()]
 
         idle = {ask: gr.update(interactive=True), stop: gr.update(interactive=False)}
         busy = {ask: gr.update(interactive=False), stop: gr.update(interactive=True)}
 
-        def answer(now: Conversation | None, sent: Any, *values: Any) -> Generator[dict[Any, Any]]:
-            said = dict(zip(simple, values, strict=False))
+        def answer(talk: Conversation | None, edit: Any, *values: Any) -> Generator[dict[Any, Any]]:
+            inputs = dict(zip(controlled, values, strict=False))
             try:
                 yield busy | {problem: "", status: views.status("Answering")}
-                shown = dict(zip(option_hints(), values[len(simple) :], strict=True))
-                options = changed_options(said[policy], shown)
-                if said[protect]:
+                option_values = dict(zip(option_hints(), values[len(controlled) :], strict=True))
+                options = changed_options(inputs[policy], option_values)
+                if inputs[protect]:
                     options["protect"] = "instruction"
                 settings = Settings(
-                    policy=said[policy],
-                    budget=float(said[budget]),
+                    policy=inputs[policy],
+                    budget=float(inputs[budget]),
                     options=options,
-                    kv_dtype=None if said[held] == _PLAIN else said[held],
-                    max_new_tokens=said[longest],
-                    temperature=said[temperature],
+                    kv_dtype=None if inputs[kv_dtype] == _PLAIN else inputs[kv_dtype],
+                    max_new_tokens=inputs[max_tokens],
+                    temperature=inputs[temperature],
                 )
-                check_limits(said[question], settings)
-                drawn = sent and sent["composite"]
-                picture = conversation.read_upload(drawn["path"]) if drawn else None
-                loaded = models.get(said[model])
-                if now is None or now.loaded is not loaded:
-                    now = Conversation(loaded)
-                    yield {talk: now}
-                if loaded.reads_pictures and picture is None and not now.turns:
+                check_limits(inputs[question], settings)
+                composite = edit and edit["composite"]
+                picture = conversation.read_upload(composite["path"]) if composite else None
+                loaded = models.get(inputs[model])
+                if talk is None or talk.loaded is not loaded:
+                    talk = Conversation(loaded)
+                    yield {conversation_state: talk}
+                if loaded.reads_pictures and picture is None and not talk.turns:
                     raise ValueError("there is no picture yet: choose an example or upload one")
-                for turn in now.ask(said[question], settings, *([picture] if picture else [])):
-                    if now.closed:
+                for turn in talk.ask(inputs[question], settings, *([picture] if picture else [])):
+                    if talk.closed:
                         return
-                    yield {turns: views.conversation([*now.turns, *([] if turn.done else [turn])])}
+                    yield {turns: views.conversation([*talk.turns, *([] if turn.done else [turn])])}
                     if kept := turn.kept:
                         last = max(len(kept.layers) - 1, 1)
-                        both = f"Full cache: {turn.full.text} Compressed: {turn.compressed.text}"
+                        answers = f"Full cache: {turn.full.text} Compressed: {turn.compressed.text}"
                         yield {
                             **idle,
-                            status: views.status(f"Answered. {both}"),
+                            status: views.status(f"Answered. {answers}"),
                             outcome: gr.update(visible=True),
                             layer: gr.update(maximum=last, value=0, visible=bool(kept.patches)),
                             patches: views.patches(kept, 0),
@@ -257,33 +257,33 @@ def build(models: Models) -> gr.Blocks:
                         }
             except Exception as error:
                 yield idle | {problem: views.message(_explained(error)), status: ""}
-                yield {turns: views.conversation(now.turns if now else [])}
+                yield {turns: views.conversation(talk.turns if talk else [])}
 
-        def halt(now: Conversation | None) -> None:
-            if now is not None:
-                now.stop()
+        def halt(talk: Conversation | None) -> None:
+            if talk is not None:
+                talk.stop()
 
-        def other_layer(now: Conversation | None, place: int) -> Any:
-            return views.patches(now.turns[-1].kept, place) if now and now.turns else gr.skip()
+        def other_layer(talk: Conversation | None, index: int) -> Any:
+            return views.patches(talk.turns[-1].kept, index) if talk and talk.turns else gr.skip()
 
-        def forget(left: Conversation | None) -> dict[Any, Any]:
-            if left is not None:
-                left.close()
+        def forget(ended: Conversation | None) -> dict[Any, Any]:
+            if ended is not None:
+                ended.close()
             return {
                 **idle,
-                talk: None,
+                conversation_state: None,
                 turns: views.conversation([]),
                 problem: "",
                 status: views.status("Cleared"),
                 outcome: gr.update(visible=False),
             }
 
-        simple = [question, policy, budget, protect, longest, temperature, held, model]
-        updated = [talk, turns, problem, status, ask, stop, outcome]
+        controlled = [question, policy, budget, protect, max_tokens, temperature, kv_dtype, model]
+        updated = [conversation_state, turns, problem, status, ask, stop, outcome]
         gr.on(
             [ask.click, question.submit],
             answer,
-            [talk, editor, *simple, *controls],
+            [conversation_state, editor, *controlled, *controls],
             [*updated, layer, patches, bars, words, question],
             concurrency_limit=1,
             show_progress="minimal",
@@ -291,10 +291,10 @@ def build(models: Models) -> gr.Blocks:
             api_visibility="private",
             preprocess=False,  # Gradio would decode any picture
         )
-        stop.click(halt, [talk], None, **_quick)
+        stop.click(halt, [conversation_state], None, **_quick)
         policy.change(_policy_chosen, [policy], controls, **_quick)
-        clear.click(forget, [talk], updated, **_quick)
-        layer.input(other_layer, [talk, layer], [patches], **_quick)
+        clear.click(forget, [conversation_state], updated, **_quick)
+        layer.input(other_layer, [conversation_state, layer], [patches], **_quick)
         page.load(js=_NAME_EXAMPLES)
     page.queue(max_size=64, api_open=False)
     return page

@@ -1,4 +1,4 @@
-"""Start the image chat: on loopback, with uploads in a folder that goes when it ends."""
+"""Start the image chat, on loopback by default; uploads are deleted when it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from mmkv import chat
 from mmkv.terminal import bind
 
-# Nothing but this server is asked for anything; no other page can hold this one in a frame.
+# The page loads nothing from other servers, and no other page can embed it.
 _HEADERS = (
     (
         b"content-security-policy",
@@ -27,7 +27,7 @@ _HEADERS = (
 
 
 def _with_headers(app: Callable[..., Any]) -> Callable[..., Any]:
-    """ASGI middleware that adds `_HEADERS` to every answer."""
+    """Wrap an ASGI app to add `_HEADERS` to every response."""
 
     async def handle(scope: Any, receive: Any, send: Any) -> None:
         async def add(message: Any) -> None:
@@ -49,14 +49,14 @@ def serving(
     device: str = "auto",
     dtype: str = "auto",
 ) -> Generator[str]:
-    """Serve the page for the length of a `with` block; gives its address.
+    """Serve the page within a `with` block; yields its address.
 
     Args:
         models: as for `mmkv.chat.load`; the first is loaded before anything is served.
         host: where to listen; the default is reached from this computer only.
         port: None takes a free one.
-        device: as for `mmkv.chat.load`, as the dtype.
-        dtype: of the models.
+        device: as for `mmkv.chat.load`.
+        dtype: as for `mmkv.chat.load`.
 
     Raises:
         ValueError: the port is taken, or a model cannot be loaded.
@@ -68,9 +68,9 @@ def serving(
         os.environ.update(GRADIO_TEMP_DIR=folder, GRADIO_ANALYTICS_ENABLED="False")
         from . import conversation, page
 
-        offered = conversation.Models(models, lambda name: chat.load(name, device, dtype))
-        offered.get(offered.names[0])
-        blocks = page.build(offered)
+        loaded = conversation.Models(models, lambda name: chat.load(name, device, dtype))
+        loaded.get(loaded.names[0])
+        blocks = page.build(loaded)
         from starlette.middleware import Middleware  # which Gradio brings
 
         try:
@@ -97,7 +97,7 @@ def serving(
 
 
 def run(**options: Any) -> None:
-    """Serve until Ctrl-C or a termination signal; takes what `serving` takes."""
+    """Serve until Ctrl-C or a termination signal; `options` are those of `serving`."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt), serving(**options) as address:
         print(f"The image chat is at {address} (Ctrl-C ends it)", flush=True)
