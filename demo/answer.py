@@ -49,7 +49,7 @@ class Answer:
 
     Attributes:
         prompt: inputs of the whole conversation.
-        again: True if all of it is read again, since the last answer's cache cannot be used.
+        reads_again: True if all of it is read again, since the last answer's cache cannot be used.
         cache: the model's cache; None before the first token.
         done: True once no token will follow.
     """
@@ -66,7 +66,7 @@ class Answer:
         """Prepare the prompt, with new pictures; a ValueError if it exceeds the model's length."""
         self.model, self._loaded = model, loaded
         self.cache: Any = None
-        self.done = self.again = False
+        self.done = self.reads_again = False
         earlier = list[dict[str, Any]]()
         if before is not None:
             earlier = [*before._messages, before._message("assistant", before.side().text)]
@@ -86,8 +86,8 @@ class Answer:
         options = generation(settings, loaded.model.device)
         if before is not None:
             seen = before._ids[:-1]
-            self.again = before.model is not model or not torch.equal(ids[: len(seen)], seen)
-        if before is not None and not self.again:
+            self.reads_again = before.model is not model or not torch.equal(ids[: len(seen)], seen)
+        if before is not None and not self.reads_again:
             # The cache is a copy, so that an error leaves the conversation unchanged.
             options[CACHE] = copy.deepcopy(before.cache)
             # Inputs per picture (dimension 0) are of the new ones: the cache has the earlier ones.
@@ -202,7 +202,7 @@ class Word:
     """A token of the prompt, or a run of `tokens` of a picture, whose `text` is ""."""
 
     text: str
-    layers: int | None  # number in which a head keeps it; None for a picture
+    layers: int | None  # number of layers in which a head keeps it; None for a picture
     tokens: int
     kept: float  # share of heads and layers that keep it
 
@@ -217,7 +217,7 @@ class Kept:
     words: list[Word]  # the prompt, in order
     patches: list[Shares]  # of each layer [P, rows, cols]: share of heads that keep a patch
     pictures: list[Image.Image]  # as the model sees them; [] if their patches are not known
-    problem: str | None  # why patches are not known
+    problem: str | None  # why the patches are not known
 
     @property
     def mean(self) -> Shares:

@@ -177,7 +177,7 @@ class Conversation:
                 warm(loaded, model)
         compressed = Answer(loaded, model, last_sides[0], question, pictures, settings)
         full = Answer(loaded, loaded.model, last_sides[1], question, pictures, settings)
-        notes = ("It read the whole conversation again.",) if compressed.again else ()
+        notes = ("It read the whole conversation again.",) if compressed.reads_again else ()
         turn = Turn(question, pictures, settings.label, notes=notes)
         kept, yielded_at = None, 0.0
         try:

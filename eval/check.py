@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mmkv import options
-from mmkv.terminal import check_place, console, say, told
+from mmkv.terminal import check_place, console, say, show_errors
 
 from .arguments import BudgetsOption, LimitOption, PromptsOption, RunOption, budget_list, commands
 from .store import Store, describe_environment, digest, key_of, replace
@@ -18,7 +18,7 @@ FOLDER = Path("runs/check")
 
 
 @commands.command("check")
-@told
+@show_errors
 def check_command(
     model: options.ModelOption = "builtin",
     prompts: PromptsOption = None,

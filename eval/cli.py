@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption
-from mmkv.terminal import check_place, console, say, told
+from mmkv.terminal import check_place, console, say, show_errors
 
 from . import arguments
 from . import check as check  # registers the command `mmkv check`
@@ -29,7 +29,7 @@ PLOTS = ("layers", "lorenz", "retention", "heads")
 
 
 @commands.command("eval")
-@told
+@show_errors
 def eval_command(
     suite: Annotated[
         str,
@@ -140,7 +140,7 @@ def _check_readable(loaded: Loaded, samples: Sequence[Sample]) -> None:
 
 
 @commands.command("report")
-@told
+@show_errors
 def report_command(
     folders: Annotated[
         list[Path],
@@ -180,7 +180,7 @@ def report_command(
 
 
 @commands.command("calibrate")
-@told
+@show_errors
 def calibrate_command(
     out: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.json"),
     policy: Annotated[
@@ -251,7 +251,7 @@ def calibrate_command(
 
 
 @commands.command("plot")
-@told
+@show_errors
 def plot_command(
     kind: Annotated[
         str,

@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from mmkv.terminal import check_place, told
+from mmkv.terminal import check_place, show_errors
 
 SHORTEST = 12_000  # characters; shorter texts are not written
 SOURCES = "SOURCES.txt"
@@ -206,7 +206,7 @@ def _call(*command: str, cwd: Path | None = None) -> str:
     return process.stdout
 
 
-@told
+@show_errors
 def command(
     folder: Annotated[Path, typer.Argument(help="Where the texts are written.")],
     debs: Annotated[

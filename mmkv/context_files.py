@@ -236,9 +236,9 @@ def _check_sizes(
     """Check the header's sizes of layers and rows, and the layer shares learned for a task."""
     sizes, shares = header["sizes"], header["learned"]
     if [isinstance(x, list) and len(x) for x in sizes] != [len(lengths)] * n_layers or not all(
-        type(n) is int and 0 < n <= most
+        type(n) is int and 0 < n <= length
         for layer in sizes
-        for n, most in zip(layer, lengths, strict=True)
+        for n, length in zip(layer, lengths, strict=True)
     ):
         raise _wrong(header, "sizes")
     valid = all(type(x) is float and 0 <= x <= 1 for x in shares)
@@ -256,7 +256,7 @@ def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> dict[str, Ten
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError("it lacks input_ids [B, T]")
     last_id = max([model.get_input_embeddings().num_embeddings - 1, *images])
-    specs = {k: _Spec(tuple(ids.shape), _INTEGERS, 0, most) for k, most in TOKENWISE.items()}
+    specs = {k: _Spec(tuple(ids.shape), _INTEGERS, 0, largest) for k, largest in TOKENWISE.items()}
     specs = {**specs, "input_ids": replace(specs["input_ids"], high=last_id), **GRIDS}
     names |= {"attention_mask"}
     inputs = _pop(tensors, "inputs.", {k: x for k, x in specs.items() if k in names})

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from mmkv.terminal import told
+from mmkv.terminal import show_errors
 
 
-@told
+@show_errors
 def _plugins(files: list[Path] | None) -> list[Path] | None:
     """Load plugin files at once: later options may name policies that they register."""
     for file in files or []:

@@ -25,7 +25,7 @@ Shares = NDArray[np.float32]
 FORMATS = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".pdf", ".svg")
 # Pixels that an image processor may scale a picture to; in float32, 200 MB.
 _MAX_PIXELS = 2**24
-# Share of light and colour that a patch keeps which no head keeps.
+# Share of light and colour that remains of a patch that no head keeps.
 _DIM = 0.2
 _SHADE = np.array([34.0, 38.0, 48.0])
 _INK, _QUIET, _LINE = "#22262e", "#6b7280", "#ffffff"

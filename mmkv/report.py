@@ -1,4 +1,4 @@
-"""What a compressed cache holds, as numbers and as a table."""
+"""Reports of what a compressed cache keeps, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What one layer of a cache keeps."""
+    """Contents of one layer of a cache."""
 
     layer: int  # its index in the decoder
     compressed: bool  # False for a layer with a sliding window or linear attention
@@ -49,7 +49,7 @@ class CacheReport:
         layers: one report a layer.
         nbytes: bytes of all storages, empty slots included.
         full_nbytes: bytes that a cache of all tokens seen (padding included) would hold.
-        kept_fraction: pairs held over pairs seen, over all compressed layers.
+        kept_fraction: pairs kept over pairs seen, over all compressed layers.
         prompt_fraction: the same for the tokens up to the end of the last prompt, earlier turns
             and replies among them.
         retained: mean over layers of the retained importance; None where unknown.

@@ -128,7 +128,7 @@ def check_place(folder: Path) -> None:
         raise ValueError(f"--out {folder}: nothing can be written in {existing.absolute()}")
 
 
-def told(command: Callable[P, T]) -> Callable[P, T]:
+def show_errors(command: Callable[P, T]) -> Callable[P, T]:
     """Print a command's error in one line; exit with code 2 for wrong use, 1 for failure."""
 
     @functools.wraps(command)
@@ -140,14 +140,14 @@ def told(command: Callable[P, T]) -> Callable[P, T]:
         except Exception as error:
             name = command.__name__.split("_")[0]
             if isinstance(error, ModuleNotFoundError):
-                needs = need(error, name, *command.__module__.split("."))
+                needs = install_hint(error, name, *command.__module__.split("."))
                 error = error if needs is None else ValueError(f"mmkv {name} {needs}")
             raise typer.Exit(_explain(error)) from None
 
     return run
 
 
-def need(error: ModuleNotFoundError, *preferred: str) -> str | None:
+def install_hint(error: ModuleNotFoundError, *preferred: str) -> str | None:
     """Return what to install, in words, if the missing module is of an extra; else None.
 
     If several extras have it, the first of `preferred` is named.

@@ -16,7 +16,16 @@ import typer
 
 from mmkv.eval.arguments import BudgetsOption, budget_list, commands
 from mmkv.options import MODELS, DeviceOption, DtypeOption, PairsOption, PluginOption, ProfileOption
-from mmkv.terminal import Progress, Table, check_place, console, say, told, wait_asleep, write
+from mmkv.terminal import (
+    Progress,
+    Table,
+    check_place,
+    console,
+    say,
+    show_errors,
+    wait_asleep,
+    write,
+)
 
 if TYPE_CHECKING:
     from mmkv.chat import Loaded
@@ -32,7 +41,7 @@ commands.add_typer(bench, name="bench")
 
 
 @bench.callback(invoke_without_command=True)
-@told
+@show_errors
 def bench_command(
     context: typer.Context,
     model: _Model = "builtin",
@@ -149,7 +158,7 @@ def _warn_beyond(model: Any, tokens: int) -> None:
 
 
 @bench.command("serve")
-@told
+@show_errors
 def serve_command(
     requests: Annotated[int, typer.Option(min=2, help="Number of requests.")] = 40,
     tokens: Annotated[int, typer.Option(min=64, help="Of a text, about, without pictures.")] = 1000,
@@ -188,7 +197,7 @@ def serve_command(
 
 
 @commands.command("plan")
-@told
+@show_errors
 def plan_command(
     model: Annotated[str, typer.Argument(help=_MODELS)],
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,

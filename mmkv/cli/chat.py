@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmkv import options as cli_options
-from mmkv.terminal import check_place, console, need, say, told, write
+from mmkv.terminal import check_place, console, install_hint, say, show_errors, write
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,7 +39,7 @@ HELP = """\
 Anything else is a question; Ctrl-C stops an answer."""
 
 
-@told
+@show_errors
 def chat(
     words: Annotated[
         list[str] | None,
@@ -167,7 +167,7 @@ def _is_folder(out: Path) -> bool:
 
 
 # Lines to print: texts or tables, each with its style.
-Shown = list[tuple[Any, str | None]]
+StyledLines = list[tuple[Any, str | None]]
 
 
 def _ask_both(
@@ -177,7 +177,7 @@ def _ask_both(
     paths: Sequence[Path],
     out: Path,
     settings: Settings,
-) -> tuple[dict[str, Any], Shown]:
+) -> tuple[dict[str, Any], StyledLines]:
     """Ask both caches and write the figures; return the result as JSON and as lines to print."""
     from mmkv import picture as figures
     from mmkv.builtin import KNOWS
@@ -202,12 +202,12 @@ def _ask_both(
             layers = [(layer, x[i]) for layer, x in zip(kept.layers, kept.patches, strict=True)]
             figures.save(path, seen_picture, layers, title)
     except (ValueError, ModuleNotFoundError) as error:
-        needs = need(error, "plot") if isinstance(error, ModuleNotFoundError) else None
+        needs = install_hint(error, "plot") if isinstance(error, ModuleNotFoundError) else None
         say(f"no picture written: {error if needs is None else f'that {needs}'}")
         written = []
     n_image = sum(x.tokens for x in kept.words if x.layers is None)
     images = f", {n_image} of them image tokens" if n_image else ""
-    lines: Shown = [(question, "bold"), (f"prompt: {kept.seen} tokens{images}", "dim")]
+    lines: StyledLines = [(question, "bold"), (f"prompt: {kept.seen} tokens{images}", "dim")]
     data: dict[str, Any] = {
         "model": loaded.name,
         "question": question,
@@ -230,7 +230,7 @@ def _ask_both(
 
 def _ask_context(
     path: Path, loaded: Loaded, question: str, pictures: Sequence[Image.Image], settings: Settings
-) -> tuple[dict[str, Any], Shown]:
+) -> tuple[dict[str, Any], StyledLines]:
     """Answer from the context file, which is made from the pictures if it does not exist."""
     import mmkv
     from mmkv.demo.answer import generation

@@ -14,7 +14,7 @@ import typer
 from mmkv.cli.chat import chat
 from mmkv.cli.serve import serve
 from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption
-from mmkv.terminal import console, show_warnings, told
+from mmkv.terminal import console, show_errors, show_warnings
 
 app = typer.Typer(
     name="mmkv",
@@ -53,7 +53,7 @@ def _version(requested: bool) -> None:
         raise typer.Exit
 
 
-@told
+@show_errors
 def policies(
     parts: Annotated[
         bool, typer.Option("--parts", help="List the parts of policies instead.")
@@ -71,7 +71,7 @@ def policies(
     console().print(table, highlight=False, markup=False)
 
 
-@told
+@show_errors
 def demo(
     model: Annotated[
         list[str] | None,
@@ -104,7 +104,7 @@ def _options(
 def _mount(package: str, commands: dict[str, str]) -> None:
     """Add a package's commands; each imports the package when it runs."""
 
-    @told
+    @show_errors
     def forward(context: typer.Context) -> None:
         app: typer.Typer = import_module(f"{package}.cli").commands
         app(args=[str(context.info_name), *context.args], prog_name="mmkv")

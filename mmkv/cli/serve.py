@@ -20,7 +20,7 @@ from mmkv.options import (
     PolicyName,
     ProfileOption,
 )
-from mmkv.terminal import bind, say, told, wait_asleep
+from mmkv.terminal import bind, say, show_errors, wait_asleep
 
 _CONFIG_BYTES = 2**20  # most bytes of a file of options
 
@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".find(unit.lower() or " "))
 
 
-@told
+@show_errors
 def _from_file(context: typer.Context, path: Path | None) -> None:
     """Read defaults from a YAML file of options, checked as on the command line."""
     wait_asleep()
@@ -69,7 +69,7 @@ def _from_file(context: typer.Context, path: Path | None) -> None:
     context.default_map = defaults
 
 
-@told
+@show_errors
 def serve(
     model: ModelOption = "builtin",
     policy: PolicyName = "condense",

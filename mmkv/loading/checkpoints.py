@@ -23,7 +23,7 @@ from mmkv.loading import untrusted
 
 IMAGE, PAD = "<image>", "<pad>"
 _SENTENCEPIECE = ("sentencepiece", "google.protobuf")
-_ROW_MULTIPLE = 64  # the number of embedding rows is padded to one
+_ROW_MULTIPLE = 64  # the number of embedding rows is padded to a multiple of it
 _MAX_JSON_BYTES = 64 * 2**20  # an index of shards is the largest JSON file
 _SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -232,7 +232,7 @@ def _tokenizer(folder: Path) -> tuple[Any, int, int]:
     if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
         try:
             missing = [x for x in _SENTENCEPIECE if importlib.util.find_spec(x) is None]
-        except ModuleNotFoundError:  # of a package around it
+        except ModuleNotFoundError:  # the parent package is missing
             missing = [*_SENTENCEPIECE]
         if missing:
             raise ValueError(

@@ -117,7 +117,7 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
         options["dtype"] = source.dtype
     # Large models load, or are downloaded, for minutes: a terminal shows progress.
     bars = sys.stderr.isatty() and name != BUILTIN
-    with _in_one_line(source, f"cannot load model {name!r}", bars=bars):
+    with _one_line_errors(source, f"cannot load model {name!r}", bars=bars):
         if source.gguf_file is not None:
             model, tokenizer = gguf_files.read(Path(source.path) / source.gguf_file, **options)
             return model.eval(), tokenizer, False
@@ -129,7 +129,7 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
 
 
 @contextmanager
-def _in_one_line(source: Source, prefix: str, *, bars: bool = False) -> Generator[None]:
+def _one_line_errors(source: Source, prefix: str, *, bars: bool = False) -> Generator[None]:
     """Silence transformers, and turn its errors into `ValueError`s that begin with `prefix`."""
     usual = (OSError, ValueError, KeyError, ImportError, SafetensorError)
     # The reader of GGUF raises errors of every type for unknown contents.
@@ -152,14 +152,14 @@ def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     source = find(name)
-    with _in_one_line(source, f"model {name!r}: no tokenizer"):
+    with _one_line_errors(source, f"model {name!r}: no tokenizer"):
         return AutoTokenizer.from_pretrained(source.path, trust_remote_code=False, **source.options)
 
 
 def empty(name: str, dtype: torch.dtype) -> Any:
     """Make a model on the meta device from its config: modules and shapes without weights."""
     source = find(name, convert=False)
-    with _in_one_line(source, f"model {name!r}"), torch.device("meta"):
+    with _one_line_errors(source, f"model {name!r}"), torch.device("meta"):
         config, model_class, _ = _config_and_class(source)
         return model_class.from_config(config, dtype=dtype)
 

@@ -92,7 +92,7 @@ def upright(picture: Image.Image) -> Image.Image:
 def read_json(path: str | os.PathLike[str], most_bytes: int) -> Any:
     """Return the content of a JSON file in UTF-8; errors do not name the file."""
     try:
-        with Path(path).open("rb") as file:  # a device has no size to ask for
+        with Path(path).open("rb") as file:  # the size of a device is not known
             raw = file.read(most_bytes + 1)
         if len(raw) > most_bytes:
             raise ValueError(f"has more than {most_bytes} bytes")

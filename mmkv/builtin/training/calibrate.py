@@ -69,7 +69,7 @@ def _cell(tokens: list[int], place: str) -> list[int]:
 
 
 def beside_copies(visual: Profile, copies: Profile) -> str:
-    """Compare the fewest heads with half of the visual score with as many copying heads."""
+    """Return, in words, how many heads with half of the visual score are copying heads."""
     scores, copy_scores = (np.array(x).ravel() for x in (visual.visual, copies.retrieval))
     order = np.argsort(-scores)
     half = 1 + int(np.searchsorted(scores[order].cumsum(), 0.5))
