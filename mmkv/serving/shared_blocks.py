@@ -267,7 +267,7 @@ def tails(
                 mass=None,
                 log_weights=None,
                 schedule=GrowingSlots(counts=counts),
-                dated=(0, 0),
+                positions_ahead=(0, 0),
             )
             layer.append(tail)
     return layers
