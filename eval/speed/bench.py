@@ -210,8 +210,14 @@ def _noting_failure(row: Row) -> Generator[None]:
     """Catch a failure, write it into the row's note, and drop the row's times."""
     try:
         yield
-    except (torch.OutOfMemoryError, ValueError) as error:
-        row.note = " ".join(str(error).split())
+    except (RuntimeError, ValueError) as error:
+        # A CPU without memory raises a plain RuntimeError.
+        if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
+            row.note = "out of memory"
+        elif isinstance(error, ValueError):
+            row.note = " ".join(str(error).split())
+        else:
+            raise
         row.prefill_s, row.step_s = [], []
 
 

@@ -81,6 +81,7 @@ def bench_command(
             raise ValueError(f"--{typed[0]} stands before {command!r}, which has its own options")
         return
     from mmkv.eval.speed.bench import PRESETS, Setting, make_rows
+    from mmkv.eval.speed.models import SHAPES
     from mmkv.eval.variants import split
     from mmkv.loading.models import find_device
 
@@ -92,6 +93,9 @@ def bench_command(
     if settings and (conflicting := [name for name in replaced if name in typed]):
         raise ValueError(f"--preset names the {conflicting[0]} too: drop --{conflicting[0]}")
     if not settings:
+        for name, text in (("policies", policies), ("budgets", budgets)):
+            if not split(text):
+                raise ValueError(f"--{name} {text!r} names none")
         policies_budgets = tuple(split(policies)), tuple(budget_list(budgets))
         settings = [Setting("bench", model, prompt, new, batch, *policies_budgets)]
     if out.is_dir():
@@ -101,6 +105,8 @@ def bench_command(
         raise ValueError(f"--preset {preset} is for a GPU: its models have 7B and more")
     for setting in settings:
         make_rows(setting, kvpress=False)
+        if setting.model.endswith("-random") and setting.model not in SHAPES:
+            raise ValueError(f"model {setting.model!r}: expected one of {', '.join(SHAPES)}")
     settings = [replace(setting, rounds=rounds) for setting in settings]
     _run(settings, device, dtype, kvpress_python, until, out)
 

@@ -81,7 +81,8 @@ def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, vocab, (batch, tokens), generator=g)
     for name in ("image_token_id", "video_token_id"):
-        ids[ids == getattr(model.config, name, None)] = 0
+        if (special := getattr(model.config, name, None)) is not None:
+            ids[ids == special] = 0
     return ids.to(model.device)
 
 

@@ -209,6 +209,26 @@ class TestRows:
         assert found.cells(found.rows[0])
 
     @pytest.mark.parametrize(
+        "error", [torch.OutOfMemoryError("x" * 99), RuntimeError("not enough memory: 9 bytes")]
+    )
+    def test_a_row_without_memory_leaves_the_others(self, model, monkeypatch, error):
+        real = bench.Bench._make
+
+        def make(self, row):
+            if row.policy == "full":
+                raise error
+            return real(self, row)
+
+        monkeypatch.setattr(bench.Bench, "_make", make)
+        rows = {r.label: r for r in toy_bench(model, rounds=1).run().rows}
+        assert (rows["full"].note, rows["full"].step_s) == ("out of memory", [])
+        assert len(rows["snapkv 0.2"].step_s) == 3
+        error.args = ("another failure",)
+        if type(error) is RuntimeError:
+            with pytest.raises(RuntimeError, match="another failure"):
+                toy_bench(model, rounds=1).run()
+
+    @pytest.mark.parametrize(
         ("texts", "why"),
         [
             (("nope",), "unknown policy 'nope'"),
@@ -377,6 +397,9 @@ def test_the_table_has_these_columns(capsys, tiny, monkeypatch):
         (("--preset", "gpu"), "expected ci, prefixkv"),
         (("--preset", "prefixkv"), "is for a GPU"),
         (("--preset", "ci", "--prompt", "5"), "drop --prompt"),
+        (("--model", "huge-random"), "llama-120m-random"),
+        (("--policies", ","), "--policies ',' names none"),
+        (("--budgets", ""), "--budgets '' names none"),
         (("--kvpress-python", "/no/such/python"), "/no/such/python"),
         (("--out", f"{__file__}/x.json"), "is a file, not a folder"),
     ],
