@@ -24,6 +24,12 @@ def cache_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Imports leave much that lives and little garbage: none is looked for meanwhile."""
+    gc.disable()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_imported_is_collected() -> None:
     """Else each look for garbage goes through all of torch and transformers."""

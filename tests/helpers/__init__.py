@@ -3,12 +3,10 @@
 Import it before transformers: that reads the environment once.
 """
 
-import gc
 import os
 
 import torch
 
-gc.disable()  # until the tests begin: imports leave much that lives, and little garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
