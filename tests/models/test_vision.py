@@ -229,7 +229,7 @@ def test_a_run_trains_and_its_parts_can_be_asked(untrained, tmp_path, monkeypatc
     model = copy.deepcopy(model)
     smollm2_vision.add_parts(model, load_file(tmp_path / "parts.safetensors"))
     figure = evaluate.FIGURES["smollm2-vision"]["which of four pictures shows a thing"]
-    assert evaluate.measure(model, processor, (figure[0], 2), 1)[1] == 1
+    assert evaluate.measure(model, processor, (figure[0], 2), 2)[1] == 2
 
 
 # Model -------------------------------------------------------------------------------------------
