@@ -242,6 +242,7 @@ class TestChat:
         first, second = (ask("--temperature", "1.5", "--seed", "3") for _ in range(2))
         assert first["full"]["answer"] == second["full"]["answer"]
 
+    @pytest.mark.slow
     def test_a_profile_gives_the_budget_and_curves_serve_every_one(self, ask, tmp_path, builtin):
         """... so that without one a fifth is kept, as without a profile."""
         layers = builtin.model.config.text_config.num_hidden_layers

@@ -315,6 +315,7 @@ class TestPoliciesOfOtherPackages:
         "nothing": ("", r"AttributeError: .*Mine"),
     }
 
+    @pytest.mark.slow
     def test_broken_ones_are_skipped_until_they_are_asked_for(self, install, run):
         for kind, (code, _) in self.BROKEN.items():
             entry, module = f"mine-{kind} = acme_{kind}:Mine", {f"acme_{kind}": code}

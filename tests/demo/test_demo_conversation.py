@@ -161,6 +161,7 @@ def test_a_cache_that_does_not_fit_is_left(loaded, pictures):
     assert turn.full.text == generated(loaded, prompt["input_ids"], prompt["pixel_values"])[0]
 
 
+@pytest.mark.slow
 def test_conversations_that_alternate_keep_to_themselves(loaded, pictures):
     users = [
         dataclasses.replace(SHORT, policy=policy, temperature=temperature, seed=seed)
@@ -216,6 +217,7 @@ def test_what_is_kept_after_the_prompt(loaded, pictures):
     assert held == pytest.approx(sum(kept.sizes) / 8, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_draws_repeat_with_their_seed_and_are_equal_on_both_sides(loaded, pictures):
     def said(seed: int) -> tuple[str, str]:
         settings = Settings(policy="full", max_new_tokens=12, temperature=1.5, seed=seed)

@@ -8,6 +8,7 @@ import torch
 
 import mmkv
 from helpers.evaluation import make_samples, make_tokenizer
+from helpers.marks import cases
 from helpers.models import make_inputs, row_of
 from helpers.oracle import short
 from mmkv import forcing
@@ -206,7 +207,7 @@ def test_rows(model, samples, tmp_path):
     assert "score" not in full[0]
 
 
-@pytest.mark.parametrize("texts", [True, False])
+@cases("texts", [True, False], True)
 def test_with_perplexity_the_figures_are_the_same(model, samples, tmp_path, monkeypatch, texts):
     """A text is fed once for both; where a batch has a reply of its own, that is fed as well."""
     if texts:

@@ -251,6 +251,7 @@ class TestCommands:
         assert (end.value.code or 0, printed.err) == (0, "")
         assert list(tmp_path.glob("*.png"))
 
+    @pytest.mark.slow
     def test_the_answer_to_ones_own_question_is_right(self, capsys, monkeypatch, tmp_path):
         """What is asked about the shipped picture is what the model knows."""
         monkeypatch.chdir(ROOT)
@@ -499,6 +500,7 @@ class TestFigures:
                 side = described(name, size).compressed
             assert f"{side.nbytes / 1024:.1f}" == text, (name, size)
 
+    @pytest.mark.slow
     def test_measured_bytes_and_errors_in_few_bits(self, described):
         cells = r"^\| (\w+) \| ([\d.]+) \| (float32|int8|int4) \| ([\d.]+) KiB \| (.+?) \|"
         found = re.findall(cells, QUALITY, re.MULTILINE)

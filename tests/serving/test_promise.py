@@ -143,7 +143,7 @@ def check(i, asks, room, fails):
         assert max(seen, default=0) <= limit
 
 
-@cases("i", range(len(VARIANTS)), 1, ids=lambda i: VARIANTS[i][0].policy)
+@cases("i", range(len(VARIANTS)), ids=lambda i: VARIANTS[i][0].policy)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(asks=st.lists(ASK, min_size=2, max_size=7), room=st.integers(300, 900), fails=st.booleans())
 def test_no_more_is_held_than_was_promised(i, asks, room, fails):
