@@ -208,7 +208,7 @@ def _restored(
         stored = _pairs(f"layers.{i}.", tensors, cache.plan, prompt, (B, heads, T, dim), dtypes)
         fields: Any = {name: x.to(device) for name, x in stored.items()}
         retained, error = fields.pop("retained", None), fields.pop("error", None)
-        pairs = PromptKV(**fields)
+        pairs = PromptKV(**fields, evicted=True)
         if pairs.group_index is not None:
             pairs.weights = token_numbers(pairs.positions, pairs.group_index)
         with torch.no_grad():

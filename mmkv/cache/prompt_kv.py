@@ -74,6 +74,7 @@ class PromptKV:
             `KeptKV.group_index`; None if there are no groups.
         measured: float32 [B], the result of `Layers.measure` for the layer sizes; None: not used.
         readers: queries that the weights of groups are fitted to; None: a weight is a count.
+        evicted: whether an earlier eviction may have dropped tokens.
     """
 
     keys: Tensor
@@ -86,6 +87,7 @@ class PromptKV:
     group_index: Tensor | None = None
     measured: Tensor | None = None
     readers: ReferenceQueries | None = None
+    evicted: bool = False
 
     @classmethod
     def from_blocks(
@@ -104,6 +106,7 @@ class PromptKV:
             weights=None if group_index is None else token_numbers(positions, group_index),
             bias=bias,
             group_index=group_index,
+            evicted=True,
         )
 
     @property
@@ -139,6 +142,7 @@ class PromptKV:
             weights=None if self.weights is None else by_age(self.weights),
             bias=None if self.bias is None else by_age(self.bias),
             group_index=self.group_index,
+            evicted=self.evicted,
         )
 
     def select_rows(self, batch: Tensor) -> PromptKV:
@@ -147,7 +151,7 @@ class PromptKV:
         def rows(x: Any) -> Any:
             if isinstance(x, Tail | ReferenceQueries):
                 return x.select_rows(batch)
-            return None if x is None else x[batch.to(x.device)]
+            return x[batch.to(x.device)] if isinstance(x, Tensor) else x
 
         return PromptKV(**{f.name: rows(getattr(self, f.name)) for f in fields(self)})
 

@@ -154,6 +154,8 @@ def ranked(
     sizes: Sequence[int],
     layer_idx: int = 0,
     split: Tensor | None = None,
+    *,
+    evicted: bool = False,
 ) -> Ranking:
     """Rank the tokens of one layer.
 
@@ -166,10 +168,11 @@ def ranked(
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: the index of the layer.
         split: int64 [B, H], tokens kept by each head, if the heads of all layers share a budget.
+        evicted: whether an earlier eviction may have dropped tokens.
     """
     heads, merge = policy.heads, policy.merge
     known = None
-    if heads.equal and split is None and positions.shape[1:] == (1, prompt.valid.shape[1]):
+    if heads.equal and split is None and not evicted:
         # A first prompt of which all heads keep the same number of tokens.
         lengths, n_pinned = torch.tensor(prompt.lengths), torch.tensor(prompt.n_pinned)
         P = 1 if scores is None else scores.shape[1]

@@ -15,7 +15,7 @@ from helpers import zoo
 from helpers.contexts import rewrite
 from helpers.marks import cases
 from helpers.masking import held_by, masked_logits
-from helpers.models import IMAGE, PAD, make_inputs, make_model
+from helpers.models import IMAGE, PAD, make_inputs, make_model, row_of
 from helpers.oracle import VARIANTS, generate, options_of, short
 from mmkv import digest
 from mmkv.context_files import TOKENWISE
@@ -732,3 +732,17 @@ def test_a_question_may_bring_a_picture(models):
         other = ask(context, {"input_ids": ids, "pixel_values": -pixels})[0]
     assert not torch.allclose(one, other, atol=1e-2)
     assert PAD not in ids
+
+
+def test_rows_of_one_head_that_lost_tokens_are_asked_as_alone(models):
+    """A layer may keep the longest row whole, so its width is the prompt's."""
+    model, inputs = models("llama-mqa"), make_inputs("llama", (60, 12, 41))
+    question = torch.randint(4, 100, (3, 3), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 8, "return_dict_in_generate": True, "output_logits": True}
+    with mmkv.wrapped(model, "xkv", 0.97, window=1, kernel_size=1):
+        together = mmkv.read(model, inputs).ask({"input_ids": question}, **options)
+        for row in range(3):
+            context = mmkv.read(model, row_of(inputs, row))
+            alone = context.ask({"input_ids": question[row : row + 1]}, **options)
+            for x, y in zip(together.logits, alone.logits, strict=True):
+                torch.testing.assert_close(x[row], y[0])
