@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
@@ -110,13 +110,18 @@ def prepare_positions(
     return positions
 
 
-def prepare_inputs(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
-    """Replace `prepare_inputs_for_generation`: record the mask and ids of the next call."""
-    model: Any = attachment.model
-    inputs = type(model).prepare_inputs_for_generation(model, *args, **kwargs)
-    ids, mask, cache = args[0], kwargs.get("attention_mask"), cache_in(kwargs)
-    if isinstance(cache, CompressedCache) and mask is not None and mask.ndim == 2:
-        cache.remember(ids, mask.shape[1])
+def prepare_inputs(
+    attachment: Attachment, ids: Tensor, *args: Any, inputs_embeds: Any = None, **kwargs: Any
+) -> Any:
+    """Replace `prepare_inputs_for_generation`: record the mask and ids of the next call.
+
+    `generate` takes `inputs_embeds` only where it finds this name in the signature.
+    """
+    model, kwargs = cast(Any, attachment.model), {**kwargs, "inputs_embeds": inputs_embeds}
+    inputs = type(model).prepare_inputs_for_generation(model, ids, *args, **kwargs)
+    cache, tokens = cache_in(kwargs), inputs.get("input_ids")
+    if isinstance(cache, CompressedCache) and tokens is not None:
+        cache.remember(ids, cache.get_seq_length() + tokens.shape[1])
     hooks.generated_mask.set(inputs.get("attention_mask"))
     return inputs
 

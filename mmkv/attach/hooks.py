@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,16 +54,23 @@ def before_model(attachment: Attachment, module: nn.Module, args: Args, kwargs: 
             "this is a shallow copy of a wrapped model and shares its hooks: use "
             "copy.deepcopy(model), or copy first and wrap the copy"
         )
-    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    kwargs = _named(module, args, kwargs)
+    mask = kwargs.get("attention_mask")
     current.set(
         ForwardPass(
-            ids=kwargs.get("input_ids", args[0] if args else None),
+            ids=kwargs.get("input_ids"),
             mask=mask,
             passed_cache=cache_in(kwargs),
             generating=mask is not None and mask is generated_mask.get(),
         )
     )
     generated_mask.set(None)
+
+
+def _named(module: nn.Module, args: Args, kwargs: Kwargs) -> Kwargs:
+    """Return all arguments of a call by name."""
+    names = list(signature(type(module).forward).parameters)[1:] if args else []
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 @torch.compiler.disable
@@ -81,8 +89,7 @@ def before_decoder(
         raise ValueError(
             "a wrapped model is for inference: call model.eval(), or to train it mmkv.unwrap(model)"
         )
-    if args:
-        kwargs = {"input_ids": args[0], **kwargs}
+    kwargs = _named(module, args, kwargs)
     cache: Any = cache_in(kwargs)
     running = current.get()
     if running is None or running.entered:  # the decoder was called directly

@@ -292,3 +292,18 @@ def test_another_prompt_behind_what_was_read_is_refused(models, how):
                 goes_on(row, place)
         cache.reset()
         goes_on(0, 0)
+
+
+def test_a_changed_reply_is_refused_without_padding_too(models):
+    """There `generate` drops the mask."""
+    model, ids = models("llama"), make_inputs("llama", (40,))["input_ids"]
+    options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    with mmkv.wrapped(model, "snapkv", 0.5, window=4):
+        first = model.generate(ids, **options)
+        turn = torch.cat([first.sequences, torch.full((1, 3), 9)], 1)
+        for place in (40, 44):
+            other = turn.clone()
+            other[0, place] += 1
+            with pytest.raises(ValueError, match=rf"row 0 differs at token {place}; "):
+                model.generate(other, past_key_values=copy.deepcopy(first.past_key_values))
+        model.generate(turn, past_key_values=first.past_key_values, **options)

@@ -289,3 +289,27 @@ def test_every_policy_under_autocast(models, policy):
         with torch.autocast("cpu", torch.bfloat16), seeing(model, held):
             expected = fed(model, inputs, tokens)[0]
         torch.testing.assert_close(logits, expected, atol=0.2, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "condense"])
+def test_embeddings_are_read_as_their_tokens(models, policy):
+    model, inputs = models("llama"), make_inputs("llama", (40, 23))
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    with mmkv.wrapped(model, policy, 0.4, **short(policy)):
+        (ids, logits), _ = said(model, inputs)
+        given = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+        (new, others), _ = said(model, given)
+    assert torch.equal(new, ids[:, 40:])
+    torch.testing.assert_close(others, logits)
+
+
+def test_arguments_may_be_given_by_position(models):
+    model, inputs = models("llama"), make_inputs("llama", (40, 10))
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    decoder = model.get_decoder()
+    with torch.no_grad():
+        plain = decoder(ids, mask, positions).last_hidden_state[:, -1]
+        with mmkv.wrapped(model, "snapkv", 1.0):
+            wrapped = decoder(ids, mask, positions).last_hidden_state[:, -1]
+    torch.testing.assert_close(wrapped, plain)
