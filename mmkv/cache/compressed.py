@@ -110,7 +110,8 @@ class CompressedCache(CacheState):
         if phase.until is not None and prompt.valid.shape[1] >= phase.until:
             phase.until = None
         is_complete = phase.until is None
-        phase.evicts = is_complete or (plan.evict_chunks and all(prompt.lengths))
+        # A chunk that is padding alone in a row waits for the next one.
+        phase.evicts = is_complete or (plan.evict_chunks and bool(prompt.valid[:, -1].all()))
         phase.postpones = bool(plan.policy.postpone) and not (
             phase.keeps_all or plan.keeps_everything
         )
