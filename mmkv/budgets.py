@@ -25,7 +25,7 @@ def number(budget: Any) -> float | int:
         if budget < 1:
             raise ValueError(f"budget={budget}: an int is the number of tokens kept, at least 1")
         if int(budget) > _MOST:
-            raise ValueError(f"budget: an int is the number of tokens kept, at most {_MOST}")
+            raise ValueError(f"budget={budget}: an int is the tokens kept, at most {_MOST}")
         return int(budget)
     # By its text, so that a float32 of 0.2 is 0.2 and not 0.20000000298.
     exact = isinstance(budget, float | Fraction)

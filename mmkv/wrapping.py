@@ -211,6 +211,11 @@ def planned(
             f"profile={str(profile)!r} gives layer sizes, and allocation='sampled' learns them: "
             "leave out one of the two"
         )
+    if evict_chunks not in (True, False):
+        raise ValueError(
+            f"evict_chunks={evict_chunks!r}: expected True or False; "
+            "generate(..., prefill_chunk_size=...) sets the length of a chunk"
+        )
     if chosen.postpone and evict_chunks:
         raise ValueError(
             f"evict_chunks=True evicts while a prompt is read, and postpone={chosen.postpone} "

@@ -71,7 +71,7 @@ class _NamedTool(Body):
 class _JSONSchema(Body):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] = Field(default_factory=dict[str, Any], alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None  # without effect: every schema is enforced
 
 
@@ -248,8 +248,12 @@ class ChatRequest(_TextRequest, _Templated):
         format_ = self.response_format
         if format_ is None or format_.type == "text":
             return None
-        schema = format_.json_schema.schema_ if format_.json_schema else {}
-        return choose.json_grammar({"type": "object"} if format_.type == "json_object" else schema)
+        if format_.type == "json_object":
+            return choose.json_grammar({"type": "object"})
+        if format_.json_schema is None or format_.json_schema.schema_ is None:
+            message = "response_format.json_schema.schema is missing"
+            raise RequestError(message, param="response_format")
+        return choose.json_grammar(format_.json_schema.schema_)
 
     def replies(self, pictures: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Return the arguments of `Engine.submit`, once for each choice of the answer."""

@@ -144,6 +144,7 @@ def test_what_is_allowed_beside_them():
         ("xkv", 29, {"window": 20, "sinks": 10}, r"29 is below the 30 .*window=20, sinks=10"),
         ("snapkv", 39, {"postpone": 8}, r"40 tokens .*\(window=32, sinks=0, postpone=8\)"),
         ("snapkv", 0.3, {"postpone": 8, "evict_chunks": True}, r"evict_chunks=True .* postpone=8"),
+        ("snapkv", 0.3, {"evict_chunks": 64}, r"evict_chunks=64: expected True or False"),
         ("snapkv", None, {"profile": 3}, r"profile=3: expected a Profile, or the path of one"),
         ("snapkv", None, {"profile": [0.5] * 3}, r"profile=.*: expected a Profile, or the path of"),
     ],

@@ -158,6 +158,11 @@ class TestChoices:
         found = [json.loads(x)["grammars"][0]["json_schema"] for x in grammars[:2]]
         assert (found[0]["properties"], found[1]["type"]) == (schema["properties"], "object")
 
+    @pytest.mark.parametrize("more", [{}, {"json_schema": {"name": "x"}}])
+    def test_a_format_without_its_schema(self, client, more):
+        with pytest.raises(openai.BadRequestError, match=r"json_schema\.schema is missing"):
+            client.chat.completions.create(**HELLO, response_format={"type": "json_schema"} | more)
+
     def test_variables_of_the_template(self, client, engine):
         more = {"chat_template_kwargs": {"enable_thinking": False}}
         client.chat.completions.create(**HELLO, extra_body=more)
