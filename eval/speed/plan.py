@@ -63,27 +63,37 @@ class Sizes:
     """The sizes of a model that decide its memory and time."""
 
     weights: int  # bytes of all weights
-    read: int  # bytes of weights that a decode step reads: no embeddings, but all experts
+    body: int  # bytes of the decoder's weights that every token passes: no embeddings, no experts
+    head: int  # bytes of the output head, which only the last token of a prompt passes
+    experts: int  # bytes of all routed experts
+    routed: float  # the share of them that a token passes
     layers: list[Layer]  # those that hold keys and values
     hidden: int  # numbers of one token's activations while a layer is computed
     itemsize: int  # bytes of one number
 
     @classmethod
     def of(cls, model: Any) -> Sizes:
-        """Return the sizes of a model on the meta device; it is converted to bfloat16.
+        """Return the sizes of a model on the meta device; its decoder is converted to bfloat16.
 
         The caches of its layers are those of a forward pass, which computes nothing there.
         """
         config = model.config.get_text_config()
         weights = model.get_memory_footprint(return_buffers=False)
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        decoder = {*model.get_decoder().parameters()} - {embedding.weight}
-        read = sum(x.nbytes for x in decoder | ({head.weight} if head is not None else set()))
-        itemsize = next(model.parameters()).element_size()
+        head, decoder = model.get_output_embeddings().weight, model.get_decoder()
+        embeddings = (x for x in decoder.modules() if isinstance(x, torch.nn.Embedding))
+        left_out = {head, *(x.weight for x in embeddings)}
+        body, experts, routed = 0, 0, 0.0
+        for name, x in decoder.named_parameters():
+            if ".experts." in name:
+                experts += x.nbytes
+                routed = _experts_per_token(config) / len(x)
+            elif x not in left_out:
+                body += x.nbytes
+        head_bytes, itemsize = head.nbytes, next(model.parameters()).element_size()
         with torch.no_grad(), torch.device("meta"):
             ids = torch.ones(1, 2, dtype=torch.long)
             # Experts are only multiplied in bfloat16.
-            outputs = model.to(torch.bfloat16).get_decoder()(input_ids=ids, use_cache=True)
+            outputs = decoder.to(torch.bfloat16)(input_ids=ids, use_cache=True)
         kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
         windows = {
             "sliding_attention": getattr(config, "sliding_window", None) or 0,
@@ -97,7 +107,20 @@ class Sizes:
                 queried = config.num_attention_heads * width
                 layers.append(Layer(pair, queried, width, windows.get(kind, 0)))
         hidden = 4 * config.hidden_size + 2 * (getattr(config, "intermediate_size", 0) or 0)
-        return cls(weights, read, layers, hidden, itemsize)
+        return cls(weights, body, head_bytes, experts, routed, layers, hidden, itemsize)
+
+    @property
+    def active(self) -> float:
+        """Bytes of the weights that a token passes, but for the output head."""
+        return self.body + self.routed * self.experts
+
+    def read(self, tokens: int) -> float:
+        """Return the bytes of weights that so many tokens pass, routed evenly, in one forward."""
+        return self.body + self.head + self.experts * (1 - (1 - self.routed) ** tokens)
+
+
+def _experts_per_token(config: Any) -> int:
+    return getattr(config, "num_experts_per_tok", None) or config.top_k_experts
 
 
 class Load(NamedTuple):
@@ -208,15 +231,15 @@ def plan(
         scored_pairs = min(policy.score.chunk, load.prompt) * load.prompt
     spans = [(x.queried, min(causal, (x.window or causal) * load.prompt)) for x in sizes.layers]
     pairs = 2 * sum(map(math.prod, spans)) + sum(x.queried for x in full) * scored_pairs
-    active = sizes.read / itemsize
-    flops = 2 * load.batch * (active * load.prompt + pairs)
+    active, head = sizes.active / itemsize, sizes.head / itemsize
+    flops = 2 * load.batch * (active * load.prompt + head + pairs)
     mean_cache = (cache(0) + cache(load.new)) / 2  # the cache's size changes at a constant rate
-    step_s = (sizes.read + load.batch * mean_cache) / card.bandwidth
+    step_s = (sizes.read(load.batch) + load.batch * mean_cache) / card.bandwidth
     free_memory = _USABLE * card.memory - sizes.weights
     return Plan(
         cache_bytes=load.batch * cache(load.new),
         peak_bytes=sizes.weights + load.batch * sequence_bytes,
-        prefill_s=max(flops / card.flops, sizes.read / card.bandwidth),
-        token_s=max(step_s, 2 * active * load.batch / card.flops),
+        prefill_s=max(flops / card.flops, sizes.read(load.batch * load.prompt) / card.bandwidth),
+        token_s=max(step_s, 2 * (active + head) * load.batch / card.flops),
         largest_batch=max(0, int(free_memory // sequence_bytes)),
     )

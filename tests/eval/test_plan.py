@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import mmkv
 from helpers import zoo
@@ -114,14 +115,43 @@ def test_papers_batches():
 
 def test_times_are_the_cards(small):
     one = of(small, "full", load=Load(batch=1, prompt=8, new=1))
-    assert one.token_s == pytest.approx(small.read / 3.35e12, rel=0.01)
+    assert one.token_s == pytest.approx(small.read(1) / 3.35e12, rel=0.01)
     # 2 operations a weight and token, and 4 a pair of query and key.
     pairs = 12 * 12 * 64 * 3072**2 / 2
-    wanted = 4 * (2 * small.read / 4 * 3072 + 4 * pairs) / 989e12
+    wanted = 4 * (2 * (small.body * 3072 + small.head) / 4 + 4 * pairs) / 989e12
     assert of(small, "full").prefill_s == pytest.approx(wanted)
     observed = of(small, "snapkv", window=32).prefill_s - wanted
     assert observed == pytest.approx(4 * 2 * 32 * 3072 * 12 * 12 * 64 / 989e12)
     assert of(small, "h2o").prefill_s > of(small, "condense").prefill_s > wanted
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM",
+        "OPTForCausalLM",
+        "MixtralForCausalLM",
+        "Glm4vMoeForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+    ],
+)
+def test_a_prefills_arithmetic_is_at_most_what_is_counted(name):
+    """But for norms and half of attention's pairs; the head reads the last token alone."""
+    model, card = zoo.make(name, "eager"), CARDS["h100"]._replace(bandwidth=1e30)
+    model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.full((2, 16), 9), logits_to_keep=1)
+    sizes = Sizes.of(zoo.make(name).to("meta"))
+    bound = plan(sizes, Load(2, 16, 1), card, mmkv.get_policy("full"))
+    assert 0.95 < bound.prefill_s * card.flops / counter.get_total_flops() < 1
+
+
+def test_a_step_reads_the_experts_that_its_tokens_pass():
+    sizes = Sizes.of(zoo.make("MixtralForCausalLM").to("meta"))
+    always = sizes.body + sizes.head
+    # Each token passes two of four experts.
+    experts = [(sizes.read(n) - always) / sizes.experts for n in (1, 2, 64)]
+    assert experts == pytest.approx([0.5, 0.75, 1])
 
 
 def test_fewer_bits_and_one_layer_at_a_time(small):
