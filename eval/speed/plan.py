@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from mmkv.budgets import checked
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig, sizes_of_rows
 from mmkv.cache.evict import group_rows
-from mmkv.cache.token_masks import TokenMasks, kept_whole, total_kept
+from mmkv.cache.token_masks import TokenMasks, keeps_everything, kept_whole, total_kept
 from mmkv.calls import cache_in
+from mmkv.parts.slots import Ratio
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
 from mmkv.sizes.profiled import HeadsByWeight
@@ -45,8 +47,6 @@ CARDS = {
 }
 # Usable share of a card's memory; the rest is for the CUDA context and fragmentation.
 _USABLE = 0.95
-# Generated tokens that `decode="rounds"` groups at once.
-_ROUND = 64
 
 
 class Layer(NamedTuple):
@@ -135,7 +135,7 @@ class Plan(NamedTuple):
     """Bounds for one policy."""
 
     cache_bytes: float  # of the batch, at the end of its replies
-    peak_bytes: float  # weights, and what the prefill or the last step holds
+    peak_bytes: float  # weights, and what the prefill or any step holds
     prefill_s: float  # at least
     token_s: float  # at least, mean over the reply
     largest_batch: int  # sequences that fit, 0 if not even one does
@@ -157,19 +157,28 @@ class Plan(NamedTuple):
 def held(
     policy: Policy, budget: float | int, prompt: int, generated: int, n_layers: int = 1
 ) -> float:
-    """Return the tokens that a layer holds of a sequence, a mean over layers."""
-    seen = prompt + generated
-    if policy.keeps_all:
+    """Return the tokens that a layer holds of a sequence, a mean over layers.
+
+    With `decode="ratio"` that is exact for layers of equal size; the mean of others can be higher,
+    by less than `distance`.
+    """
+    seen, decode = prompt + generated, policy.decode
+    if keeps_everything(policy, budget):
         return seen
-    kept = total_kept(policy, budget, n_layers, prompt) / n_layers
-    decode = policy.decode.name
-    if decode == "grow":
-        return kept + generated
-    if decode == "rounds":
-        return kept + min(generated, 2 * _ROUND)
-    if decode == "ratio":
-        return max(kept, total_kept(policy, budget, n_layers, seen) / n_layers)
-    return max(kept, min(kept_whole(policy, budget), seen))  # slots are filled up to the size
+
+    def kept(length: int) -> float:
+        return total_kept(policy, budget, n_layers, length) / n_layers
+
+    if isinstance(decode, Ratio):
+        return max(kept(prompt) + min(generated, decode.distance), kept(seen))
+    # The first round starts when `latest` tokens can be left out of it.
+    if decode.every and generated >= decode.every + decode.latest:
+        since = (generated - decode.latest) % decode.every
+        return max(kept(seen - since), policy.sinks + decode.latest) + since
+    if decode.every or decode.name == "grow":
+        return kept(prompt) + generated
+    # Slots are filled up to the size.
+    return max(kept(prompt), min(kept_whole(policy, budget), seen))
 
 
 def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
@@ -217,12 +226,13 @@ def plan(
         sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
         return sum(x.pair for x in full) * tokens * bits / 8 + sliding * itemsize
 
+    caches = [cache(n) for n in range(load.new + 1)]
     waits_for_all = policy.heads.is_global or policy.score.repeats
     waits_for_all = waits_for_all or (policy.layers.needs and not policy.layers.mini_prefill)
     whole = full if waits_for_all or policy.keeps_all else full[:1]
     prefill = load.prompt * itemsize * (sizes.hidden + sum(x.pair for x in whole))
-    prefill += 0 if len(whole) == len(full) else cache(0) * (1 - len(whole) / len(full))
-    sequence_bytes = max(prefill, cache(load.new))
+    prefill += 0 if len(whole) == len(full) else caches[0] * (1 - len(whole) / len(full))
+    sequence_bytes = max(prefill, *caches)
     # Pairs of a query and a key: attention has two products of each, a score one.
     scored_pairs = causal = load.prompt**2 / 2
     if policy.queries is not None and not isinstance(policy.score, AccumulatedAttention):
@@ -233,11 +243,10 @@ def plan(
     pairs = 2 * sum(map(math.prod, spans)) + sum(x.queried for x in full) * scored_pairs
     active, head = sizes.active / itemsize, sizes.head / itemsize
     flops = 2 * load.batch * (active * load.prompt + head + pairs)
-    mean_cache = (cache(0) + cache(load.new)) / 2  # the cache's size changes at a constant rate
-    step_s = (sizes.read(load.batch) + load.batch * mean_cache) / card.bandwidth
+    step_s = (sizes.read(load.batch) + load.batch * fmean(caches)) / card.bandwidth
     free_memory = _USABLE * card.memory - sizes.weights
     return Plan(
-        cache_bytes=load.batch * cache(load.new),
+        cache_bytes=load.batch * caches[-1],
         peak_bytes=sizes.weights + load.batch * sequence_bytes,
         prefill_s=max(flops / card.flops, sizes.read(load.batch * load.prompt) / card.bandwidth),
         token_s=max(step_s, 2 * (active + head) * load.batch / card.flops),

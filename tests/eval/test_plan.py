@@ -82,9 +82,13 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
         ("snapkv", 1000, 50, 0.2, {}, 250),
         ("snapkv", 1000, 50, 300, {}, 350),
         ("snapkv", 1000, 50, 2000, {}, 1050),
-        ("prefixkv", 1000, 50, 0.2, {}, 210),
+        ("h2o", 1000, 50, 1.0, {}, 1050),
+        # The latest 25 stay.
+        ("prefixkv", 1000, 50, 0.2, {}, 200 + 25),
+        ("prefixkv", 1000, 250, 0.2, {}, 250),
         ("h2o", 1000, 50, 0.2, {}, 200),
-        ("condense", 1000, 500, 0.2, {"decode": "rounds"}, 200 + 128),
+        # The last round was 52 tokens ago.
+        ("condense", 1000, 500, 0.2, {"decode": "rounds"}, 290 + 52),
         # A floor under the share.
         ("condense", 100, 50, 0.2, {}, 64 + 50),
         ("condense", 40, 50, 0.2, {}, 40 + 50),
@@ -97,6 +101,29 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
 def test_tokens_that_a_layer_holds(name, prompt, generated, budget, options, tokens):
     found = held(mmkv.get_policy(name, **options), budget, prompt, generated)
     assert found == pytest.approx(tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "options"),
+    [
+        ("snapkv", 0.2, {"decode": "rounds", "every": 16, "latest": 8}),
+        ("snapkv", 30, {"decode": "rounds", "every": 8, "latest": 40}),
+        ("snapkv", 0.4, {"decode": "ratio", "distance": 40}),
+        ("elastic", 30, {}),
+        ("prefixkv", 0.4, {}),
+    ],
+)
+def test_a_real_cache_holds_as_many_tokens_after_every_step(name, budget, options):
+    policy = mmkv.get_policy(name, **options, **({"window": 8} if name == "snapkv" else {}))
+    model, sizes = make_model("llama"), []
+    with mmkv.wrapped(model, policy, budget), torch.no_grad():
+        cache = model(**make_inputs("llama", (60,))).past_key_values
+        for _ in range(100):
+            model(input_ids=torch.tensor([[9]]), past_key_values=cache)
+            blocks = [x.held for layer in cache.compressed for x in layer.keeping().blocks]
+            sizes.append(sum(int((x >= 0).sum()) for x in blocks) / sum(map(len, blocks)))
+    wanted = [held(policy, budget, 60, n, n_layers=3) for n in range(1, 101)]
+    assert sizes == pytest.approx(wanted, abs=0.5)  # each row's size is rounded
 
 
 def test_a_budget_that_wrap_refuses_is_refused(small):
