@@ -86,7 +86,7 @@ def run(
         raise ValueError("no samples")
     suite = samples[0].suite
     if "score" in metrics and all(s.metric is None for s in samples):
-        raise ValueError(f"metric 'score': suite {suite!r} has none; use ppl and rouge")
+        raise ValueError(f"metric 'score': suite {suite!r} has none; use other metrics")
     if "ppl" in metrics and not any(s.answers for s in samples):
         raise ValueError(f"metric 'ppl': the samples of suite {suite!r} have no answers to score")
     if batch_size < 1:

@@ -62,7 +62,7 @@ class Grammars:
                 size = max(size, len(self._tokenizer))
                 self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=eos)
         if problem := LLMatcher.validate_grammar(grammar, self._vocabulary):
-            raise Refused(f"a format that cannot be held: {problem.splitlines()[0]}")
+            raise Refused(f"no grammar follows from this format: {problem.splitlines()[0]}")
         return _Grammar(LLMatcher(self._vocabulary, grammar, log_level=0), n_prompt)
 
 
@@ -76,7 +76,7 @@ class _Grammar(LogitsProcessor):
         self._matcher.consume_tokens(new_tokens)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if error := self._matcher.get_error():
-            raise Refused(f"a format that cannot be held: {error.splitlines()[0]}")
+            raise Refused(f"no grammar follows from this format: {error.splitlines()[0]}")
         allowed = torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool()
         V = scores.shape[1]
         return scores.masked_fill(~allowed[:V].to(scores.device), float("-inf"))

@@ -142,7 +142,9 @@ def _request_error(error: ValidationError, data: Any) -> RequestError:
     elif place.endswith(".content"):
         message = f"{place}: expected a text or a list of parts, not {repr(value)[:60]}"
     else:
-        message = f"{place or 'body'}: {message[0].lower()}{message[1:]}"
+        if kind == "model_type":
+            message = "Expected an object"
+        message = f"{place or 'body'}: {message[0].lower()}{message[1:]}, not {repr(value)[:60]}"
     return RequestError(message, param=place or None)
 
 

@@ -385,7 +385,7 @@ class TestSentences:
             ({**HELLO, "top_p": 2}, "top_p: input should be less than or equal to 1"),
             (b"{", "the body is no JSON that can be read"),
             (b"[" * 10_000, "the body is no JSON that can be read"),
-            ([], "body: input should be"),
+            ([], "body: expected an object, not []"),
             ({**HELLO, "audio": {"voice": "x"}}, "audio is not supported: leave it out"),
         ],
     )
