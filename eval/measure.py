@@ -14,7 +14,14 @@ import mmkv
 from mmkv.attach.attachment import attachment_of
 from mmkv.calls import cache_in
 from mmkv.chat import on_device
-from mmkv.forcing import Scored, ends_of, log_probabilities, score_answers, up_to_end
+from mmkv.forcing import (
+    Scored,
+    changes_logits,
+    ends_of,
+    log_probabilities,
+    score_answers,
+    up_to_end,
+)
 from mmkv.report import mean_known
 
 from .prompts import Encoder
@@ -46,6 +53,11 @@ class Job:
     full: dict[int, Row] = field(default_factory=dict[int, Row])  # the full cache's rows, by sample
     # The context read last, after its policy and budget, and its inputs.
     last_read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context] | None = None
+
+    @cached_property
+    def by_generate(self) -> bool:
+        """Whether greedy replies need `generate`, as they are not those of the largest logits."""
+        return changes_logits(self.model)
 
     def measures(self, *names: str) -> bool:
         """Return whether one of these metrics is measured."""
@@ -117,6 +129,7 @@ def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     job = batch.job
     try:
         if variant.label != FULL:  # these need the model before it is wrapped
+            _ = job.by_generate
             if job.measures(*COMPARED):
                 _ = batch.full
             if job.replays and variant.hidden not in batch.captures:
@@ -168,12 +181,12 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
             options: Any = {"full": full if ids == replies else None, "hidden": variant.hidden}
             scored = score_answers(model, prompts, ids, read=read, **options)
             cache, held_bytes = scored.cache, held_bytes or scored.held_bytes
-            _add_scores(rows, batch.samples, scored, ids is answers, ids == replies)
+            _add_scores(rows, batch, scored, ids is answers, ids == replies)
             del scored
     records_reply = is_full and compares
     if generates or records_reply:
         limits = [sample.max_new_tokens for sample in batch.samples]
-        if captured is None:
+        if captured is None or job.by_generate:
             pad, chunk = job.encoder.tokenizer.pad_token_id, variant.evict_chunks
             inputs = batch.inputs if context is None else context.behind(batch.apart[1])
             chunk = chunk if context is None else None  # its context is read already
@@ -203,10 +216,10 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
 
 
 def _add_scores(
-    rows: list[Row], samples: Sequence[Sample], scored: Scored, with_ppl: bool, compares: bool
+    rows: list[Row], batch: Batch, scored: Scored, with_ppl: bool, compares: bool
 ) -> None:
     """Add to the rows perplexity, or divergence from the full cache, or both."""
-    for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+    for i, (row, sample) in enumerate(zip(rows, batch.samples, strict=True)):
         nll, n, nats = scored.nll[i], scored.tokens[i], scored.divergence[i]
         if with_ppl and not math.isfinite(nll):
             row["error"] = f"the answer's log-likelihood is {nll}"
@@ -217,7 +230,8 @@ def _add_scores(
         elif compares:
             row |= {"divergence_sum": nats, "next_sum": scored.same[i]}
             row["next_tokens"] = scored.compared[i]
-            if not sample.goes_on:  # equal next tokens give the same greedy reply
+            # Equal next tokens give the same greedy reply.
+            if not (sample.goes_on or batch.job.by_generate):
                 row["same"] = float(scored.same[i] == scored.compared[i])
 
 

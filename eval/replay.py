@@ -4,6 +4,7 @@ The queries, keys and values of a prompt do not depend on the policy, and what a
 depends only on them. `Capture.of` records them in one plain pass; `Capture.cache` feeds them to a
 new cache, which scores, sizes, evicts and stores as in a pass of its own, in much less time.
 Policies that feed the prompt again, or evict while it is read, cannot be replayed: see `applies`.
+Replies are read on by `generate` where it changes logits: see `mmkv.forcing.changes_logits`.
 """
 
 from __future__ import annotations

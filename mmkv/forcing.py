@@ -199,6 +199,21 @@ def ends_of(model: Any) -> set[int]:
     return {ends} if isinstance(ends, int) else set(ends or ())
 
 
+def changes_logits(model: Any) -> bool:
+    """Return whether `generate` changes logits, as the model's generation config says, before it
+    takes the largest: a greedy reply is then not that of the largest logits."""
+    found: Any = []
+
+    def stop(model: Any, input_ids: Tensor, logits_processor: Any, **kwargs: Any) -> Tensor:
+        found.extend(logits_processor)
+        return input_ids
+
+    ids = torch.ones(1, 2, dtype=torch.long, device=model.device)
+    options: Any = {"do_sample": False, "num_beams": 1, "max_new_tokens": 1, "pad_token_id": 0}
+    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=stop, **options)
+    return bool(found)
+
+
 def up_to_end(ids: Sequence[int], ends: set[int]) -> list[int]:
     """Return the tokens up to the first that ends a reply, with that one."""
     return list(ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids)) + 1])

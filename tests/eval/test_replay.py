@@ -75,6 +75,7 @@ class _Reads(list):
 def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_size):
     """Visible and hidden questions, perplexity, divergence, replies and scores of two policies."""
     model, tokenizer = make_model("llama"), make_tokenizer()
+    model.generation_config.suppress_tokens = None  # else replies are not replayed
     samples = make_samples((60, 71, 52))
     samples = [replace(x, question=" ".join(x.prompt.split()[-2:])) for x in samples]
     how = {
@@ -96,3 +97,23 @@ def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_
             assert theirs[name] == (pytest.approx(mine[name], abs=1e-4) if near else mine[name])
     # A sample: the full cache twice or thrice, two captures, and kvzip's own passes.
     assert len(reads) <= 10 * len(samples) / batch_size + 10
+
+
+def test_replies_follow_the_generation_config(tmp_path):
+    """Suppressed words change greedy replies, so equal largest logits do not mean equal ones."""
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    samples = [replace(x, question=x.prompt[-8:]) for x in make_samples((60, 52), new=9)]
+    how = {"policies": ["snapkv", "snapkv:question=hidden"], "options": {"window": 6}}
+    how |= {"budgets": [0.3], "batch_size": 2}
+
+    def texts(name, **more):
+        rows = run(model, tokenizer, samples, out=tmp_path / name, **how, **more)
+        return [row["text"] for row in rows]
+
+    raw = texts("raw", metrics=["score"])
+    model.generation_config.suppress_tokens = list(range(4, 60))
+    plain = texts("plain", metrics=["score", "next"])
+    assert plain != raw
+    assert texts("replayed", metrics=["score", "next"], replay=True) == plain
+    rows = run(model, tokenizer, samples, out=tmp_path / "next", metrics=["next"], **how)
+    assert not any("same" in row for row in rows)
