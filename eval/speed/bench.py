@@ -172,7 +172,8 @@ class Bench:
                 replies.append((row, self._make(row)))
                 row.prefill_s.append(next(replies[-1][1])[0])
         for i in range(self.setting.new - 1):
-            if i and time.monotonic() > self.until:
+            # A row alone takes all of its steps, as many as the rows of the other turns.
+            if i and len(rows) > 1 and time.monotonic() > self.until:
                 break
             for row, reply in self.order.sample(replies, len(replies)):
                 if not row.note:

@@ -186,6 +186,12 @@ class TestPairs:
         turns = [what for what, _ in log if what != "close"][-25:]
         assert turns == ["prefill", *["step"] * 4] * 5
 
+    def test_one_after_another_the_time_ends_between_rounds(self, clocked, monkeypatch):
+        monkeypatch.setattr(bench.Bench, "_free", lambda self: 40)
+        found = clocked(new=5, rounds=4, until=9.0)[0].run()
+        assert {len(r.step_s) for r in found.rows} == {4}
+        assert all(found.cells(r) for r in found.rows)
+
 
 class TestRows:
     def test_cache_bytes_are_the_caches_own(self, model):
