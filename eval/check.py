@@ -12,7 +12,7 @@ from mmkv import options
 from mmkv.terminal import check_place, console, say, show_errors
 
 from .arguments import BudgetsOption, LimitOption, PromptsOption, RunOption, budget_list, commands
-from .store import Store, describe_environment, digest, key_of, replace
+from .store import Store, describe_environment, digest, file_digests, key_of, replace
 
 FOLDER = Path("runs/check")
 
@@ -68,6 +68,7 @@ def check_command(
                 "policy": settings[0].label,
                 "options": json.loads(json.dumps(chosen.flat(), default=str)),
                 "profile": None if profile is None else str(profile),
+                "files": file_digests(net, [] if profile is None else [profile]),
                 "budgets": sizes,
                 "max_new_tokens": max_new_tokens,
                 "n": len(inputs),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from mmkv.terminal import bar, say
 from .measure import COMPARED, Batch, Job, measure
 from .prompts import Encoder, longest
 from .samples import suite_notes
-from .store import Row, Store, describe_environment, digest, key_of
+from .store import Row, Store, describe_environment, digest, file_digests, key_of
 from .variants import FULL, METRICS, Variant, parse_variants
 
 if TYPE_CHECKING:
@@ -93,12 +93,15 @@ def run(
         raise ValueError(f"batch_size={batch_size}: expected at least 1")
     processes = find_processes()
     max_length = longest(model) if max_length is None else max_length
-    sample_facts = [[s.id, s.task, s.prompt, list(s.answers), len(s.images)] for s in samples]
+    variants_at = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
+    _try_all(model, variants_at)
+    profiles = [path for v, budget in variants_at if (path := v.profile_at(budget)) is not None]
     settings = {
         "model": model_name or model.config.name_or_path or type(model).__name__,
         "suite": suite,
         "data": data,
-        "data_digest": digest(sample_facts),
+        "data_digest": digest([s.facts for s in samples]),
+        "files": file_digests(model, profiles),
         "policies": {v.label: v.recorded for v in variants},
         "budgets": budgets,
         "metrics": list(metrics),
@@ -129,12 +132,10 @@ def run(
             f"{processes.num_processes} processes share {len(groups)} batches: some have nothing "
             f"to do; use --batch-size {max(1, len(samples) // processes.num_processes)} or less"
         )
-    _try_all(model, variants, budgets)
     torch.manual_seed(seed)
     own_groups = groups[processes.process_index :: processes.num_processes]
     if replay:  # the capture of one batch is large
         own_groups = [[batch] for group in own_groups for batch in group]
-    variants_at = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
     total = len(variants_at) * sum(len(batch) for group in own_groups for batch in group)
     with bar(total, shown=processes.is_main_process) as advance:
         for group in own_groups:
@@ -202,16 +203,17 @@ def fitting(model: Any, budgets: Sequence[float | int]) -> list[str]:
     names: list[str] = []
     for name in list_policies():
         try:
-            _try_all(model, parse_variants([name]), budgets)
+            (variant,) = parse_variants([name])
+            _try_all(model, [(variant, budget) for budget in variant.budgets(budgets)])
             names.append(name)
         except ValueError as error:
             say(str(error))
     return names
 
 
-def _try_all(model: Any, variants: Sequence[Variant], budgets: Sequence[float | int]) -> None:
+def _try_all(model: Any, variants_at: Iterable[tuple[Variant, float | int]]) -> None:
     """Wrap the model once for each policy and budget, so that a bad one fails at the start."""
-    for variant, budget in ((x, budget) for x in variants for budget in x.budgets(budgets)):
+    for variant, budget in variants_at:
         try:
             with variant.wrapped(model, budget):
                 pass

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -76,6 +77,12 @@ class Sample:
     note: str = ""  # why its figures do not compare with published ones; "": they do
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """All fields, as plain data that tells samples apart, with hashes of the pictures."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        return data | {"images": list(map(_picture_digest, self.images))}
+
+    @property
     def goes_on(self) -> bool:
         """Whether the prompt is a plain text and the answer its continuation."""
         return bool(self.answers) and not self.chat and self.metric is None
@@ -108,6 +115,16 @@ def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
 def open_images(sample: Sample) -> list[Image.Image]:
     """Return a sample's pictures as RGB; paths are read. Raises DataError."""
     return [read_image(i) if isinstance(i, str | Path) else i for i in sample.images]
+
+
+def _picture_digest(image: Any) -> str:
+    """Return a hash of a picture's content, "" if there is no such file."""
+    from mmkv.digest import of_file
+
+    if isinstance(image, str | Path):
+        return of_file(image) if Path(image).is_file() else ""
+    head = str((image.mode, image.size, image.getpalette()))
+    return hashlib.sha256(head.encode() + image.tobytes()).hexdigest()[:8]
 
 
 def read_image(path: str | Path, *, decode: bool = True) -> Image.Image:

@@ -138,6 +138,19 @@ def digest(data: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+def file_digests(model: Any, profiles: Iterable[str | os.PathLike[str]]) -> dict[str, str]:
+    """Return hashes of the files that results depend on, by path: these profiles, those in the
+    model's folder, and plugins."""
+    from mmkv import registry
+    from mmkv.digest import of_file
+    from mmkv.profiles import beside
+    from mmkv.sizes.profiled import FILE, VISUAL_FILE
+
+    own = [path for file in (FILE, VISUAL_FILE) if (path := beside(model, file)) is not None]
+    digests = {path.name: of_file(path) for path in own}
+    return digests | {str(path): of_file(path) for path in profiles} | registry.plugins
+
+
 def describe_environment(device: Any) -> dict[str, Any]:
     """Return the versions, commit and device that rows are computed with."""
     import torch

@@ -1,9 +1,10 @@
-"""Hashes that tell models apart, with their active adapters, and hashes of tensors."""
+"""Hashes that tell models apart, with their active adapters, and hashes of tensors and files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,12 @@ def of_tensors(tensors: Mapping[str, Tensor], text: str) -> str:
         flat = x.detach().cpu().contiguous().flatten()
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def of_file(path: str | os.PathLike[str]) -> str:
+    """Return a hash of a file's content in eight hexadecimal digits. Raises OSError."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:8]
 
 
 def adapters(model: Any) -> dict[str, dict[str, Any]]:

@@ -33,6 +33,8 @@ P = TypeVar("P", bound=type[Policy])
 _GROUPS = ("mmkv.policies", "mmkv.parts")
 _policies: dict[str, type[Policy]] = {}
 _aliases: dict[str, str] = {}
+# Hashes of the plugin files that were loaded, by path.
+plugins: dict[str, str] = {}
 # Entry points that were skipped, by name: the distribution, and why.
 _skipped: dict[str, tuple[str, BaseException]] = {}
 # Reentrant, as a package may look up a policy while it is being loaded.
@@ -206,6 +208,8 @@ def _all_or_nothing() -> Generator[None]:
 
 def load_plugin(path: str | os.PathLike[str]) -> None:
     """Run a Python file that registers policies or parts."""
+    from mmkv.digest import of_file
+
     _load_all()
     file = Path(path)
     if file.suffix != ".py" or not file.is_file():
@@ -225,6 +229,7 @@ def load_plugin(path: str | os.PathLike[str]) -> None:
             f"plugin {str(path)!r} registers nothing: decorate its classes by "
             "mmkv.register_policy or mmkv.parts.register_part"
         )
+    plugins[str(path)] = of_file(file)
 
 
 def _load(entry: EntryPoint) -> None:

@@ -49,6 +49,7 @@ def registering() -> Iterator[None]:
     """What a test registers is forgotten after it."""
     registry.list_policies()  # now all others are known
     before = [(x, dict(x)) for x in (registry._policies, registry._aliases, parts.registered)]
+    before.append((registry.plugins, dict(registry.plugins)))
     yield
     for known, old in before:
         known.clear()

@@ -373,6 +373,18 @@ class TestCommand:
         (folder / "p.txt").write_text("\n".join(words(61 + 9 * i, i) for i in range(3)))
         assert "holds a run with prompts_digest=" in call("check", *ASKED, "--out", "a").stderr
 
+    def test_a_changed_profile_has_a_folder_of_its_own(self, folder):
+        """And is refused in the folder of the first."""
+        asked = ("check", *ASKED, "--profile", "q.json", "--budgets", "0.5")
+        for text in ("[0.4, 0.5, 0.6]", "[0.6, 0.5, 0.4]"):
+            (folder / "q.json").write_text(text)
+            done = call(*asked)
+            assert done.exit_code == 0, done.output
+        assert len(list((folder / "runs" / "check").iterdir())) == 2
+        assert call(*asked, "--out", "b").exit_code == 0
+        (folder / "q.json").write_text("[0.5, 0.5, 0.5]")
+        assert "holds a run with files={'q.json'" in call(*asked, "--out", "b").stderr
+
     def test_without_out_each_setting_has_a_folder(self, folder):
         for more in ([], ["--limit", "1"], []):
             assert call("check", *ASKED, *more).exit_code == 0

@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from helpers.evaluation import make_samples, save_model
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval import measure, runner
 from mmkv.eval.measure import perplexity
-from mmkv.eval.store import RunError, key_of, read_rows, read_settings
+from mmkv.eval.store import RunError, digest, key_of, read_rows, read_settings
 from mmkv.eval.tabulate import Report
 from mmkv.eval.variants import parse_options, parse_variants, plugin_arguments
+from mmkv.registry import load_plugin
 
 ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
 
@@ -163,6 +165,38 @@ def test_a_changed_option_is_refused(model, tokenizer, tmp_path):
         with pytest.raises(RunError, match=rf"{option}=.*choose another --out"):
             run(model, tokenizer, tmp_path, **asked | changed)
         assert (tmp_path / "rows.jsonl").read_bytes() == before
+
+
+def test_a_changed_profile_or_plugin_is_refused(model, tokenizer, tmp_path, registering):
+    """The paths stay the same."""
+    profile, plugin, asked = tmp_path / "p.json", tmp_path / "mine.py", {"metrics": ["ppl"]}
+    asked |= {"policies": [f"prefixkv:profile={profile}"], "budgets": [0.5]}
+    code = "import mmkv\nmmkv.register_policy('mine')(type('M', (mmkv.Policy,), {}))"
+    profile.write_text("[0.4, 0.5, 0.6]")
+    run(model, tokenizer, tmp_path / "a", **asked)
+    profile.write_text("[0.6, 0.5, 0.4]")
+    with pytest.raises(RunError, match=r"files=.*p\.json.*choose another --out"):
+        run(model, tokenizer, tmp_path / "a", **asked)
+    for text in (code, f"# changed\n{code}"):
+        plugin.write_text(text)
+        load_plugin(plugin)
+        run(model, tokenizer, tmp_path / str(len(text)), **asked)
+    with pytest.raises(RunError, match=r"files=.*mine\.py.*choose another --out"):
+        run(model, tokenizer, tmp_path / str(len(code)), **asked)
+
+
+def test_everything_of_a_sample_tells_it_apart(tmp_path):
+    path, more = tmp_path / "a.png", {"question": "w9", "metric": None, "chat": True}
+    more |= {"max_new_tokens": 2, "first_line": True, "classes": ("w5",)}
+    black, white = (Image.new("RGB", (8, 8), color) for color in ("black", "white"))
+    black.save(path)
+    sample = replace(make_samples()[0], images=(black, path))
+    facts = [sample.facts, *(replace(sample, **{k: v}).facts for k, v in more.items())]
+    facts += [replace(sample, images=(white, path)).facts]
+    assert replace(sample, images=(black.copy(), str(path))).facts == facts[0]
+    white.save(path)
+    facts += [sample.facts]
+    assert len({digest(x) for x in facts}) == len(facts) == 9
 
 
 def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp_path, monkeypatch):
