@@ -17,14 +17,15 @@ _MARKS = ("[TOOL_CALLS]", "<|python_tag|>")
 
 def call_schema(functions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON schema of one call of any of these functions."""
-    schemas, definitions = list[dict[str, Any]](), dict[str, Any]()
-    for function in functions:
+    schemas = list[dict[str, Any]]()
+    for i, function in enumerate(functions):
         arguments: dict[str, Any] = {**(function.get("parameters") or {"type": "object"})}
-        definitions |= arguments.pop("$defs", {})  # references start at the root of the schema
+        arguments.pop("$schema", None)  # drafts up to 7 ignore an `$id` next to a reference
+        arguments["$id"] = f"tool{i}"  # the arguments' references start at the arguments
         properties = {"name": {"const": function["name"]}, "arguments": arguments}
         schema = {"type": "object", "properties": properties, "required": [*properties]}
         schemas.append({**schema, "additionalProperties": False})
-    return {"anyOf": schemas, **({"$defs": definitions} if definitions else {})}
+    return {"anyOf": schemas}
 
 
 def as_object(function: Any) -> dict[str, Any]:

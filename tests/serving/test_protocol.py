@@ -235,14 +235,6 @@ class TestTools:
         names = [x["properties"]["name"]["const"] for x in shape["anyOf"]]
         assert names == (["weather", "other"] if choice == "required" else ["weather"])
 
-    def test_definitions_that_parameters_refer_to(self):
-        from mmkv.serving.tools import call_schema
-
-        parameters = {"$defs": {"City": {"type": "string"}}, "$ref": "#/$defs/City"}
-        shape = call_schema([{"name": "f", "parameters": parameters}])
-        assert shape["$defs"] == {"City": {"type": "string"}}
-        assert shape["anyOf"][0]["properties"]["arguments"] == {"$ref": "#/$defs/City"}
-
     @pytest.mark.parametrize("arguments", ["no JSON", "[" * 10**6])
     def test_calls_that_are_no_calls(self, address, engine, arguments):
         call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}

@@ -1,6 +1,7 @@
 """What a request may ask of the engine beside its prompt, with a text model and a tokenizer."""
 
 import inspect
+import itertools
 import json
 import re
 
@@ -12,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 import mmkv
 from helpers.serving import text_chat
 from mmkv.serving import Engine, Refused, Sampling
-from mmkv.serving.choose import json_grammar
+from mmkv.serving.choose import Grammars, json_grammar
+from mmkv.serving.tools import call_schema
 
 # The token of a blank, which is then always the likeliest.
 BLANK = {text_chat()[1].convert_tokens_to_ids("\u0120"): 100.0}
@@ -279,6 +281,26 @@ class TestFormats:
         text = engine.submit(asked("?"), sampling=sampling, max_new_tokens=30).result(60)[1]
         assert text.startswith("{ ")
         assert text.partition('"')[0].count(" ") <= 8  # in a string they may be as many
+
+    def test_each_tool_refers_to_its_own_definitions(self, chat):
+        pytest.importorskip("llguidance")
+        forms = {
+            "integer": ("$defs", {"$id": "https://tools.example/a"}),
+            "string": ("$defs", {"$schema": "http://json-schema.org/draft-07/schema#"}),
+            "boolean": ("definitions", {"$id": "https://tools.example/a"}),
+        }
+        functions = []
+        for kind, (place, more) in forms.items():
+            item = {"type": "object", "properties": {"x": {"type": kind}}}
+            parameters = {"$ref": f"#/{place}/Item", place: {"Item": item}, **more}
+            functions.append({"name": kind, "parameters": parameters})
+        grammar, tokenizer = json_grammar(call_schema(functions)), chat[1]
+        grammars, values = Grammars(*chat), {"integer": 1, "string": "a", "boolean": True}
+        for name, (kind, value) in itertools.product(values, values.items()):
+            call = json.dumps({"name": name, "arguments": {"x": value}})
+            tokens = tokenizer(call, add_special_tokens=False)["input_ids"]
+            n_taken = grammars.processor(grammar, 0)._matcher.try_consume_tokens(tokens)
+            assert (n_taken == len(tokens)) == (name == kind)
 
     def test_a_grammar_without_an_end(self, engine):
         pytest.importorskip("llguidance")
