@@ -122,8 +122,9 @@ def test_a_policy_of_a_request_of_its_own(models):
         # A count of tokens and a share, which are equal numbers.
         replies = [engine.submit(inputs=x, max_new_tokens=2, budget=n) for n in (1, 1.0)]
         assert [y.result(60) and y.usage.kept_tokens for y in replies] == [1, 80]
-        with pytest.raises(Refused, match="wrap it with that policy"):
-            engine.submit(inputs=x, policy="squeeze", budget=0.3)
+        for other in ("condense", "expected", "squeeze"):
+            with pytest.raises(Refused, match="wrap it with that policy"):
+                engine.submit(inputs=x, policy=other, budget=0.3)
         with pytest.raises(Refused, match="nonesuch"):
             engine.submit(inputs=x, policy="nonesuch")
         for wrong in ([1], {}, "much", 10**400, -1):
