@@ -171,7 +171,8 @@ class Worker:
     def _admitted(self, max_tokens: int | None = None) -> Request | None:
         """Admit the request that has waited longest, if there is room for it; None: no request.
 
-        One whose prefix is stored goes first: it takes less, and others may need that memory. No
+        One whose prefix is stored goes first: it takes less, and others may need that memory. If
+        there is no room for it, the oldest may start where it leaves that prefix in place. No
         request is overtaken by more than `max_batch` of these. With `max_tokens`, a request of at
         most so many goes ahead of longer ones that wait, if there is room for these as well.
         """
@@ -190,11 +191,15 @@ class Worker:
             oldest = request
             if max_tokens is None and oldest.overtaken < self.limits.max_batch:
                 request = next((x for x in self.waiting if x.key in self.prefixes), oldest)
-                bytes_ahead *= request is oldest
         context = self.prefixes.get(request.key)
         need = request.max_bytes if context is None else self._bytes_behind(request, context)
-        if not self._has_room(need + bytes_ahead, kept_key=request.key):
-            if self.live() or bytes_ahead:
+        has_room = self._has_room(need + bytes_ahead * (request is oldest), request.key)
+        if not has_room and request is not oldest:
+            has_room = self._has_room(oldest.max_bytes + bytes_ahead, kept_key=request.key)
+            if has_room:
+                request, context, need = oldest, None, oldest.max_bytes
+        if not has_room:
+            if self.live():
                 return None
             # Even alone there is no room for a copy of its prefix: the request uses that up.
             self._drop([request.key])

@@ -114,6 +114,24 @@ def test_a_request_waits_for_memory_rather_than_take_its_prefix_from_others(mode
         assert engine.stats().prefixes == 1
 
 
+def test_a_request_with_a_held_prefix_but_no_room_lets_an_older_one_start(models):
+    model = models("llama")
+    prefix, question = make_inputs("llama", (60,)), make_inputs("llama", (5,), seed=9)
+    with mmkv.wrapped(model, "full"), Engine(model, cache_memory=300 * 768) as engine:
+        engine.submit(inputs=question, prefix=prefix, max_new_tokens=2).result(60)
+        running = engine.submit(inputs=make_inputs("llama", (20,), seed=1), max_new_tokens=100)
+        next(iter(running))
+        begun = []
+        start = engine._worker._start
+        engine._worker._start = lambda x: (begun.append(x.reply), start(x))
+        with engine._worker.wake:  # both wait before either is begun
+            small = engine.submit(inputs=question, max_new_tokens=2)
+            large = engine.submit(inputs=question, prefix=prefix, max_new_tokens=90)
+        assert [len(x.result(60)[0]) for x in (small, large)] == [2, 90]
+        assert begun == [small, large]
+        assert large.usage.shared
+
+
 @pytest.mark.parametrize("limit", [{"max_prefixes": 2}, {"cache_memory": 95_000}], ids=str)
 def test_a_prefix_that_a_request_waits_for_stays(models, limit):
     model = models("llama")
