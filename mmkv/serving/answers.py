@@ -24,7 +24,10 @@ class ChatAnswer:
         self._header = {"id": name, "created": int(time.time()), "model": request.model}
         # None (or False in a chat) asks for no logprobs, 0 for those of the chosen tokens alone.
         self._with_logprobs = request.logprobs is not None and request.logprobs is not False
-        tools = request.callable if isinstance(request, ChatRequest) else []
+        tools, self._most_calls = list[Piece](), None
+        if isinstance(request, ChatRequest):
+            tools = request.callable
+            self._most_calls = 1 if request.parallel_tool_calls is False else None
         self._texts = [ToolText([x["function"]["name"] for x in tools]) for _ in range(n_choices)]
         self._n, self._started = request.n or 1, set[int]()
 
@@ -44,6 +47,7 @@ class ChatAnswer:
     def end(self, i: int, reason: str) -> list[Piece]:
         """Return the last pieces of the i-th choice: the remaining text and calls, the reason."""
         text, calls = self._texts[i].end()
+        calls = calls[: self._most_calls]
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]

@@ -234,6 +234,7 @@ class ChatRequest(_TextRequest, _Templated):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: _ResponseFormat | None = None
     tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
+    parallel_tool_calls: bool | None = None  # false: at most one call an answer
 
     @property
     def grammar(self) -> str | None:

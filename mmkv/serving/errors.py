@@ -16,7 +16,6 @@ _PARTS = "text and image_url"
 # Fields of OpenAI's clients that have no effect on the answer.
 _NO_EFFECT = {
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",

@@ -217,6 +217,16 @@ class TestTools:
         assert len({x.id for x in calls}) == len(cities)
         assert reason == ("tool_calls" if cities else "stop")
 
+    @pytest.mark.parametrize(("parallel", "n"), [(False, 1), (True, 2), (None, 2)])
+    def test_one_call_where_they_are_not_parallel(self, client, engine, parallel, n):
+        engine.texts = [f"[{CALL}, {CALL}]"]
+        asked = {**HELLO, "tools": [WEATHER], "parallel_tool_calls": parallel}
+        answer = client.chat.completions.create(**asked)
+        assert len(answer.choices[0].message.tool_calls) == n
+        assert answer.choices[0].finish_reason == "tool_calls"
+        deltas = [x.choices[0].delta for x in client.chat.completions.create(**asked, stream=True)]
+        assert sum(len(x.tool_calls or []) for x in deltas) == n
+
     def test_without_tools_a_call_is_text(self, client, engine):
         engine.texts = [CALL]
         answer = client.chat.completions.create(**HELLO, tools=[WEATHER], tool_choice="none")
