@@ -91,7 +91,7 @@ def test_known_sizes_evict_each_layer_as_it_is_read(monkeypatch):
     monkeypatch.setattr(CompressedCache, "_evict", counted)
     with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
         for seed in (0, 1, 2):
-            cache = None
+            cache = words = None
             for length in (80, 120):
                 whole.append(0)
                 inputs = prompt(seed, length)
