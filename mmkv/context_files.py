@@ -11,6 +11,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,7 +101,9 @@ def save(
     try:
         save_file(tensors, os.fspath(path), {FORMAT: json.dumps(header)})
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"context {os.fspath(path)}: cannot be written: {error}") from None
+        folder = Path(path).parent
+        why = error if folder.is_dir() else f"there is no folder {folder}"
+        raise ValueError(f"context {os.fspath(path)}: cannot be written: {why}") from None
 
 
 def load(
