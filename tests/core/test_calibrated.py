@@ -429,6 +429,7 @@ class TestBuiltin:
         said = loaded.model.generate(**inputs, max_new_tokens=80, do_sample=False)
         return loaded.model, inputs, said
 
+    @pytest.mark.slow
     def test_it_is_used_and_keeps_the_answer(self, asked):
         model, inputs, full = asked
         for budget in (0.2, 0.15):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import mmkv
+from helpers.marks import cases
 from helpers.serving import text_chat
 from mmkv import chat
 from mmkv.builtin import example_pictures
@@ -212,7 +213,7 @@ def words(template, begins):
 
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("writes", [True, False])
-@pytest.mark.parametrize("chats", [True, False])
+@cases("chats", [True, False], True)
 def test_a_prompt_begins_once_as_the_tokenizer_has_it(begins, writes, chats):
     """With the one mark that begins a text, whether its template writes it or not."""
     first = "<s> " if writes and begins else ""

@@ -137,6 +137,7 @@ class TestPairs:
         # The first prefills warm up; in a round all are read before any step.
         assert [what for what, _ in log[:18]] == ["prefill", "close"] * 6 + ["prefill"] * 6
 
+    @pytest.mark.slow
     def test_a_slow_row_is_seen_and_a_drifting_machine_is_not(self, clocked):
         made, _, costs = clocked(new=65, rounds=50)
         costs["snapkv 0.2"] = 0.0105
@@ -313,8 +314,10 @@ class TestModels:
             out = one.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)
             assert torch.equal(torch.cat(said[name], 1), out[:, -5:]), name
 
-    @pytest.mark.parametrize(
-        "name", ["llama-8b-random", "llava-1.5-7b-random", "mistral-7b-random"]
+    @cases(
+        "name",
+        ["llama-8b-random", "llava-1.5-7b-random", "mistral-7b-random"],
+        "llava-1.5-7b-random",
     )
     def test_shapes_keep_their_kind(self, name):
         made, (kind, sizes) = models.make(models.SHAPES[name], "meta"), models.SHAPES[name]

@@ -88,6 +88,7 @@ def test_a_folder_without_runs_is_said(tmp_path):
         Comparison([tmp_path])
 
 
+@pytest.mark.slow
 def test_runs_of_others_stand_beside_mine(tmp_path, folder):
     """Rows of one run that lie in two places count once, and complete each other."""
     theirs = write_run(tmp_path / "theirs", ROWS[:6], **SETTINGS | {"model": "qwen"})

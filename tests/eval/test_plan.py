@@ -190,6 +190,7 @@ def test_fewer_bits_and_one_layer_at_a_time(small):
     assert of(small, "kvzip").peak_bytes == pytest.approx(every.peak_bytes)
 
 
+@pytest.mark.slow
 def test_the_command(capsys, monkeypatch):
     from mmkv.cli import commands
 

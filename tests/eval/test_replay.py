@@ -37,7 +37,7 @@ def layer_of(cache, i) -> bool:
     return cache.layers[i] in cache.compressed
 
 
-@cases("variant", VARIANTS, *VARIANTS[::4], *COMPOSED[::4], ids=str)
+@cases("variant", VARIANTS, *VARIANTS[::8], *COMPOSED[::8], ids=str)
 def test_the_cache_is_that_of_a_pass_of_its_own(variant):
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
     own, replayed = compared(model, inputs, variant.policy, variant.budget, options_of(variant))

@@ -150,12 +150,10 @@ def test_the_shipped_weights_are_a_small_grouped_query_llava_in_bfloat16():
     assert text["max_position_embeddings"] >= 2048
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n", "least"),
-    [
-        pytest.param("objects described", 12, 0.8, marks=pytest.mark.slow),
-        ("values looked up, 256 tokens", 20, 0.9),
-    ],
+    [("objects described", 12, 0.8), ("values looked up, 256 tokens", 20, 0.9)],
 )
 def test_what_the_shipped_model_can_do(builtin, name, n, least):
     right, total = evaluate.measure(*builtin, evaluate.FIGURES["builtin"][name], n)

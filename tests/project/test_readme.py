@@ -276,6 +276,7 @@ class TestCommands:
         assert data["full"]["answer"] == data["compressed"]["answer"]
         assert data["report"]["prompt_fraction"] == pytest.approx(0.2, abs=0.005)
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("registering")
     @pytest.mark.parametrize(
         "words", commands_of("eval", "report", "bench", "check", "calibrate", "plot"), ids=shown
