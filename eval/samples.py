@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -119,12 +118,12 @@ def open_images(sample: Sample) -> list[Image.Image]:
 
 def _picture_digest(image: Any) -> str:
     """Return a hash of a picture's content, "" if there is no such file."""
-    from mmkv.digest import of_file
+    from mmkv.digest import of_bytes, of_file
 
     if isinstance(image, str | Path):
         return of_file(image) if Path(image).is_file() else ""
     head = str((image.mode, image.size, image.getpalette()))
-    return hashlib.sha256(head.encode() + image.tobytes()).hexdigest()[:8]
+    return of_bytes(head.encode() + image.tobytes())
 
 
 def read_image(path: str | Path, *, decode: bool = True) -> Image.Image:

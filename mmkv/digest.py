@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,8 +47,12 @@ def of_tensors(tensors: Mapping[str, Tensor], text: str) -> str:
 
 def of_file(path: str | os.PathLike[str]) -> str:
     """Return a hash of a file's content in eight hexadecimal digits. Raises OSError."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:8]
+    return of_bytes(Path(path).read_bytes())
+
+
+def of_bytes(data: bytes) -> str:
+    """Return a hash in eight hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()[:8]
 
 
 def adapters(model: Any) -> dict[str, dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -117,7 +117,8 @@ def prepare_inputs(
 
     `generate` takes `inputs_embeds` only where it finds this name in the signature.
     """
-    model, kwargs = cast(Any, attachment.model), {**kwargs, "inputs_embeds": inputs_embeds}
+    model: Any = attachment.model
+    kwargs["inputs_embeds"] = inputs_embeds
     inputs = type(model).prepare_inputs_for_generation(model, ids, *args, **kwargs)
     cache, tokens = cache_in(kwargs), inputs.get("input_ids")
     if isinstance(cache, CompressedCache) and tokens is not None:

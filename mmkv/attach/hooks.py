@@ -69,7 +69,9 @@ def before_model(attachment: Attachment, module: nn.Module, args: Args, kwargs: 
 
 def _named(module: nn.Module, args: Args, kwargs: Kwargs) -> Kwargs:
     """Return all arguments of a call by name."""
-    names = list(signature(type(module).forward).parameters)[1:] if args else []
+    if not args:
+        return kwargs
+    names = list(signature(type(module).forward).parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 

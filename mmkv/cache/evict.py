@@ -76,7 +76,7 @@ def evict(
         return values.masked_fill(indices < 0, padding)
 
     kept_positions = per_token(prompt_kv.positions, -1)
-    positions = kept_positions.flatten(0, 1).int()
+    slot_positions = kept_positions.flatten(0, 1).int()
     mass = None
     if prompt_kv.scores is not None and reduction:
         mass = per_token(prompt_kv.scores, 0)
@@ -92,7 +92,7 @@ def evict(
             whole_rows = whole_rows.to(mass.device, non_blocking=True)
             mass.masked_fill_(whole_rows, 0.0)  # outside of a batch, such a row is not scored
     elif policy.decode.needs_decode_attention and not plan.keeps_everything:
-        mass = torch.zeros(positions.shape, device=positions.device)
+        mass = torch.zeros(slot_positions.shape, device=slot_positions.device)
     bias = kept.bias
     if bias is not None:
         bias = bias.masked_fill(indices < 0, 0.0).flatten(0, 1)
@@ -111,7 +111,7 @@ def evict(
         padding = (0, capacity - width)
         index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
         block_tokens = pad(tokens[index, :width], padding, value=-1)
-        block_positions = pad(positions[index, :width], padding, value=-1)
+        block_positions = pad(slot_positions[index, :width], padding, value=-1)
         stored: list[Stored] = []
         for i, x in enumerate((keys, values)):
             exact = gathered(x, index[:, None], block_tokens)
