@@ -122,6 +122,7 @@ class TestChat:
             assert found["context"]["made"] == (i == 0)
             assert 144 < found["context"]["tokens"] < 155
 
+    @pytest.mark.slow
     def test_a_context_is_of_a_picture_and_of_one_wrap(self, capsys, picture, tmp_path):
         path = tmp_path / "scene"
         out, _, code = run(capsys, "chat", picture, QUESTION, "--context", path, *SHORT)
@@ -453,6 +454,7 @@ class TestPlugins:
                 assert "--plugin" in options, name
         assert taking >= {"bench", "calibrate", "chat", "check", "eval", "plan", "plot", "serve"}
 
+    @pytest.mark.slow
     def test_a_policy_of_a_file(self, capsys, tmp_path):
         file = tmp_path / "random.py"  # it takes no other module's place
         file.write_text(MINE)
@@ -527,6 +529,7 @@ class TestExtras:
         ]
         assert (done.returncode, done.stdout, done.stderr.splitlines()) == (0, "", said)
 
+    @pytest.mark.slow
     def test_a_chat_needs_none(self, capsys, picture, tmp_path, monkeypatch):
         for module in (
             "matplotlib",
@@ -563,6 +566,7 @@ def test_help_is_quick():
     assert mmkv.__version__ in done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_from_a_folder(capsys, picture, tmp_path):
     words = ("--model", WEIGHTS, "--dtype", "bfloat16", "--json", "--out", tmp_path)
     out, _, code = run(capsys, "chat", picture, QUESTION, *words, *SHORT)

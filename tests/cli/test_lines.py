@@ -25,6 +25,7 @@ def talk(loaded, *lines: str, terminal: bool = False) -> tuple[str, int, Convers
     return screen.file.getvalue(), refused, chatting.conversation
 
 
+@pytest.mark.slow
 @cases("terminal", [False, True], True)
 def test_two_turns_about_a_picture(loaded, terminal):
     out, refused, conversation = talk(
@@ -52,6 +53,7 @@ def test_two_turns_about_a_picture(loaded, terminal):
         assert turn.compressed.nbytes < turn.full.nbytes
 
 
+@pytest.mark.slow
 def test_commands_change_what_is_used(loaded):
     out, refused, conversation = talk(
         loaded,
@@ -117,6 +119,7 @@ def test_an_unknown_command_is_named_before_the_help(loaded):
     assert conversation.turns == []
 
 
+@pytest.mark.slow
 def test_it_works_in_a_pipe(monkeypatch, capsys):
     from mmkv.cli import commands
 

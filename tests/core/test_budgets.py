@@ -227,6 +227,7 @@ def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengt
                     assert got == wanted
 
 
+@pytest.mark.slow
 def test_the_share_of_generated_tokens_is_the_budgets_where_more_had_to_be_kept(models):
     """A prompt of text alone, all of it protected: the answer to it is held by a fifth."""
     model, inputs = models("llava-llama"), make_inputs("llama", (30,))

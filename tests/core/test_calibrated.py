@@ -339,6 +339,7 @@ class TestMeasure:
         for x, y in zip(*(sum(p.curves.costs, ()) for p in (together, alone)), strict=True):
             assert x[:6] == pytest.approx(y[:6], rel=0.5)
 
+    @pytest.mark.slow
     def test_half_precision(self):
         """bfloat16 gives nearly what float32 does, small changes too."""
         found = []

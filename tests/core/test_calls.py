@@ -84,6 +84,7 @@ def test_a_model_of_others_knows_the_other_name_alone(part, policy):
     assert scored.cache.report().kept_fraction < 0.4
 
 
+@pytest.mark.slow
 def test_what_we_call_ourselves_is_called_by_its_new_name(monkeypatch):
     """No warning that a user could do nothing about."""
     said: list[str] = []

@@ -60,6 +60,7 @@ def seen(context, question):
     return context.behind(context._encoded(question, None, ends=True)[0])["input_ids"][0].tolist()
 
 
+@pytest.mark.slow
 def test_pictures_are_asked_about_in_words():
     model, processor = builtin()
     one, two = picture(0), picture(1)
@@ -211,8 +212,8 @@ def words(template, begins):
     return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=template, **marks)
 
 
-@pytest.mark.parametrize("begins", [True, False])
-@pytest.mark.parametrize("writes", [True, False])
+@cases("begins", [True, False], True)
+@cases("writes", [True, False], True)
 @cases("chats", [True, False], True)
 def test_a_prompt_begins_once_as_the_tokenizer_has_it(begins, writes, chats):
     """With the one mark that begins a text, whether its template writes it or not."""

@@ -95,6 +95,7 @@ def test_the_stand_in_refuses_what_a_gpu_refuses(gpu):
     gpu.capturing = False
 
 
+@pytest.mark.slow
 def test_a_context_is_read_saved_and_asked_there(models, there, gpu, tmp_path):
     """What comes from the host goes to the model."""
     inputs, question = (make_inputs("llama", (n,), seed=n) for n in (40, 8))

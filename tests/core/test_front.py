@@ -148,6 +148,7 @@ def test_a_distributed_model(text_model):
         distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @cases("when", ["before", "after"], "after")
 def test_a_compiled_model_is_as_fast_as_it_was(when):

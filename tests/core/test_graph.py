@@ -74,6 +74,7 @@ def codes(block, other):
         yield (mine[:, :n] - theirs[:, :n]).abs()
 
 
+@pytest.mark.slow
 def test_a_cache_goes_on_after_its_replays(models, on_cpu):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     more = make_inputs("llama", (9, 9, 9), seed=1)["input_ids"]

@@ -120,6 +120,7 @@ def test_a_ratio_is_of_the_tokens_seen_where_that_is_more(models, sinks):
             assert {int(x) for layer in layers for x in pairs_of(layer)[b]} == {want}, (t, b)
 
 
+@pytest.mark.slow
 def test_rounds_keep_the_floor_of_all_tokens_seen(models):
     model, inputs = models("llama"), make_inputs("llama", (30,))
     options = {"decode": "rounds", "every": 5, "latest": 5, "least": LEAST}

@@ -54,6 +54,7 @@ def score(folder, monkeypatch, registering):
     return importlib.import_module("small_keys").SmallKeys
 
 
+@pytest.mark.slow
 @cases("variant", VARIANTS, VARIANTS[5], ids=str)
 def test_it_passes_the_oracles(models, score, variant):
     assert isinstance(mmkv.get_policy(variant.policy, **dict(variant.options)).score, score)

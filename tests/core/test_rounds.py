@@ -17,6 +17,7 @@ from mmkv.registry import exact_share
 ROUNDS = {"decode": "rounds", "every": 10, "latest": 6}
 
 
+@pytest.mark.slow
 @cases("budget", [0.25, 30], 30)
 @cases("policy", ["condense", "snapkv", "prefixkv"], "condense")
 def test_the_budget_holds_for_all_tokens_seen(models, policy, budget):
@@ -43,6 +44,7 @@ def test_the_budget_holds_for_all_tokens_seen(models, policy, budget):
     )
 
 
+@pytest.mark.slow
 def test_the_last_tokens_stay(models):
     model, inputs = models("llama"), make_inputs("llama", (70,))
     with mmkv.wrapped(model, "condense", 0.25, least=0, **ROUNDS):

@@ -61,6 +61,7 @@ def test_evicting_after_every_chunk_equals_masking(models, variant, rows, chunk)
             assert sum(counts) <= max(most[t], 3 * policy.sinks + 3 * policy.window_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["condense", "snapkv", "h2o"])
 def test_memory_is_the_budget_and_one_chunk_at_any_length(models, policy, monkeypatch):
     model, inputs = models("llama"), make_inputs("llama", (1500,))

@@ -56,6 +56,7 @@ def test_visual_scores_equal_the_loop():
     assert not mmkv.is_wrapped(model)
 
 
+@pytest.mark.slow
 def test_without_regions_every_image_token_counts():
     """And without a reply, the model's own is read."""
     model, sample = make_model("llava-llama", "eager"), with_regions()

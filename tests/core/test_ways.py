@@ -220,6 +220,7 @@ def test_a_model_spread_by_accelerate(models, policy, spread, tmp_path):
         same(found[1], found[0])
 
 
+@pytest.mark.slow
 @cases("policy", SOME, "h2o")
 def test_two_threads_share_a_wrapped_model(models, policy):
     """State is on the cache: conversations with different prompts do not see each other."""

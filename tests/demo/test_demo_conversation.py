@@ -120,6 +120,7 @@ def test_both_models_have_run_before_they_are_timed(pictures, monkeypatch):
     assert len(runs) == 6
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_conversation_are_the_templates(loaded, pictures):
     talk = Conversation(loaded)
     one = last(talk.ask(QUESTION, dataclasses.replace(SHORT, max_new_tokens=60), pictures[0]))
@@ -132,6 +133,7 @@ def test_the_tokens_of_a_conversation_are_the_templates(loaded, pictures):
     assert sum(x.tokens for x in kept.words) == kept.seen
 
 
+@pytest.mark.slow
 def test_another_policy_reads_the_conversation_again(loaded, pictures):
     talk = Conversation(loaded)
     last(talk.ask(QUESTION, SHORT, pictures[0]))
@@ -180,6 +182,7 @@ def test_conversations_that_alternate_keep_to_themselves(loaded, pictures):
     assert len({x[0] for x in alone}) == 3
 
 
+@pytest.mark.slow
 def test_the_answers_stream_with_their_numbers(loaded, pictures):
     talk = Conversation(loaded)
     settings = Settings(max_new_tokens=40, options={"least": 0})
@@ -242,6 +245,7 @@ def test_stop_keeps_what_was_said_and_the_conversation_goes_on(loaded, pictures)
     assert len(talk.turns) == 2
 
 
+@pytest.mark.slow
 def test_a_page_that_is_left_ends_its_answer_and_frees_what_it_held(loaded, pictures):
     talk = Conversation(loaded)
     last(talk.ask(QUESTION, SHORT, pictures[0]))
@@ -275,6 +279,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_and_change_nothing(loaded, pictures):
     talk, other = Conversation(loaded), Conversation(loaded)
     first = last(talk.ask(QUESTION, SHORT, pictures[0]))
@@ -335,6 +340,7 @@ def test_a_model_that_reads_text_alone(loaded, pictures):
     assert NEXT in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [True, False])
 @cases("sees", [True, False], True)
 def test_a_conversation_begins_once(loaded, pictures, sees, written):

@@ -369,6 +369,7 @@ def tiny(monkeypatch, tmp_path):
     return (*shape, "--rounds", 1, "--out", tmp_path / "x.json", "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_nothing_measured_is_exit_code_1(capsys, tiny, monkeypatch):
     """The unwrapped model and the full cache alone are not what was asked for."""
     real = bench.Bench._make

@@ -96,6 +96,7 @@ def test_without_hqq_they_are_left_out_and_it_is_said(model, prompt, monkeypatch
     assert "pip install 'mmkv[quant]'" in report.notes[0]
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_are_prompts_and_means_are_over_tokens(model, monkeypatch):
     """Padded or alone; a reply that ends early has fewer tokens, and what follows counts not."""
     batch = make_inputs("llama", (90, 60, 75))
@@ -145,6 +146,7 @@ def test_a_reply_of_one_token_says_nothing(model, prompt, monkeypatch):
     assert any(x.startswith("1 replies end with their first token") for x in report.notes)
 
 
+@pytest.mark.slow
 def test_a_word_that_can_never_come_and_one_that_is_none(prompt):
     model = make_model("llama")
     bias = torch.zeros(120).index_fill(0, torch.tensor([7]), -torch.inf)
@@ -341,6 +343,7 @@ class TestCommand:
         assert len(data["each"]) == 3 * 4
         assert read_rows(folder / "a" / "rows.jsonl") == data["each"]
 
+    @pytest.mark.slow
     def test_the_same_command_goes_on_and_measures_nothing_twice(self, folder, monkeypatch):
         first = call("check", *ASKED, "--out", "a")
         assert first.exit_code == 0, first.output
@@ -373,6 +376,7 @@ class TestCommand:
         (folder / "p.txt").write_text("\n".join(words(61 + 9 * i, i) for i in range(3)))
         assert "holds a run with prompts_digest=" in call("check", *ASKED, "--out", "a").stderr
 
+    @pytest.mark.slow
     def test_a_changed_profile_has_a_folder_of_its_own(self, folder):
         """And is refused in the folder of the first."""
         asked = ("check", *ASKED, "--profile", "q.json", "--budgets", "0.5")
@@ -455,6 +459,7 @@ class TestCalibrate:
             self.profile("--prompts", "p.txt", "--policy", "prefixkv", "--limit", "2").samples == 2
         )
 
+    @pytest.mark.slow
     def test_condense_on_shipped_prompts_where_no_picture_is_read(self, monkeypatch):
         monkeypatch.setattr(calibration, "_REPLY", 6)
         monkeypatch.setattr(prompts, "_MOST_LETTERS", 700)

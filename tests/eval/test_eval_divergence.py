@@ -207,6 +207,7 @@ def test_rows(model, samples, tmp_path):
     assert "score" not in full[0]
 
 
+@pytest.mark.slow
 @cases("texts", [True, False], True)
 def test_with_perplexity_the_figures_are_the_same(model, samples, tmp_path, monkeypatch, texts):
     """A text is fed once for both; where a batch has a reply of its own, that is fed as well."""
@@ -231,6 +232,7 @@ def test_with_perplexity_the_figures_are_the_same(model, samples, tmp_path, monk
             assert both[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_whether_a_reply_would_be_the_full_caches_is_known_without_generating_it(
     model, samples, tmp_path, monkeypatch
 ):
@@ -248,6 +250,7 @@ def test_whether_a_reply_would_be_the_full_caches_is_known_without_generating_it
     assert found == {0.0, 1.0}
 
 
+@pytest.mark.slow
 def test_distributions_are_computed_once_a_batch(model, samples, tmp_path, monkeypatch):
     """Also where a run goes on."""
     calls = []

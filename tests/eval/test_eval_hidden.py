@@ -63,6 +63,7 @@ def test_the_context_is_compressed_without_the_question(model, samples, tmp_path
         assert row["text"] == tokenizer.decode(said[0], skip_special_tokens=True).strip()
 
 
+@pytest.mark.slow
 def test_pictures_belong_to_the_context():
     _, processor = builtin.load_builtin()
     encoder = Encoder(processor)

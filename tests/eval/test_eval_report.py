@@ -279,6 +279,7 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
     assert (tmp_path / "x.jpg").read_bytes()[:2] == b"\xff\xd8"
 
 
+@pytest.mark.slow
 def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
     """Not even where the full cache, which others are compared with, was measured."""
     monkeypatch.chdir(tmp_path)
@@ -300,6 +301,7 @@ def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
     assert call(*asked, "--policies", "local,snapkv", "--out", "b").exit_code == 0
 
 
+@pytest.mark.slow
 def test_models_from_a_folder(tmp_path):
     folder = str(save_model(tmp_path / "model"))
     asked = ["eval", "needle", "--model", folder, "--policies", "local", "--budgets", "0.5"]

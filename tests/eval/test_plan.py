@@ -235,6 +235,7 @@ def test_of_every_model(name):
     assert bound.cache_bytes == pytest.approx(sum(4 * x.numel() for x in held), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "said"), [(4096, ""), (5000, "beyond the 4,096 positions")])
 def test_more_tokens_than_a_model_reads_are_said(capsys, prompt, said):
     words = f"plan llava-1.5-7b-random --prompt {prompt - 256} --new 256"

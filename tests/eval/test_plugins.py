@@ -160,6 +160,7 @@ class Messages:
         return [{"role": "user", "content": content}]
 
 
+@pytest.mark.slow
 def test_lmms_model_replies_from_a_compressed_cache(plugin):
     from mmkv.eval.suites.registry import load_suite
 

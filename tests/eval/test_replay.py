@@ -71,6 +71,7 @@ class _Reads(list):
             self.append(kwargs["input_ids"].shape)
 
 
+@pytest.mark.slow
 @cases("batch_size", [1, 3], 3)
 def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_size):
     """Visible and hidden questions, perplexity, divergence, replies and scores of two policies."""
@@ -99,6 +100,7 @@ def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_
     assert len(reads) <= 10 * len(samples) / batch_size + 10
 
 
+@pytest.mark.slow
 def test_replies_follow_the_generation_config(tmp_path):
     """Suppressed words change greedy replies, so equal largest logits do not mean equal ones."""
     model, tokenizer = make_model("llama"), make_tokenizer()

@@ -241,6 +241,7 @@ def reached(*args: object, **kwargs: object) -> None:
 
 
 class TestCommands:
+    @pytest.mark.slow
     @pytest.mark.parametrize("words", commands_of("chat"), ids=shown)
     def test_chats_run_as_they_stand(self, words, monkeypatch, tmp_path, capsys):
         monkeypatch.chdir(ROOT)

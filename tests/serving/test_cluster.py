@@ -188,6 +188,7 @@ class TestReply:
             self.read(replicas)
         assert caught.value.status == 503
 
+    @pytest.mark.slow
     def test_of_none_that_lives(self, lost):
         replicas = WrittenReplicas(*[[lost]] * 9)
         with pytest.raises(cluster.RequestError, match="lost") as caught:

@@ -223,6 +223,7 @@ def test_requests_in_bfloat16_are_one_batch(monkeypatch):
     assert max(calls) == 3 * heads
 
 
+@pytest.mark.slow
 def test_a_step_on_a_gpu_waits_for_nothing(monkeypatch):
     """While requests of several lengths and policies join, grow and leave."""
 

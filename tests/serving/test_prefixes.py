@@ -401,6 +401,7 @@ def test_replies_attend_to_a_held_prefix_and_hold_what_comes_behind_it(models, p
     assert (max(together) < 2 * context.nbytes) == shares
 
 
+@pytest.mark.slow
 def test_a_prefix_that_replies_attend_to_is_not_dropped(models):
     """Another one is read and dropped in its place, and replies that hold a copy go on with it."""
     model = models("llama")

@@ -523,6 +523,7 @@ def ended(raw, seconds):
 class TestConnections:
     LIMITS = errors.Limits(read_seconds=0.5, write_seconds=0.5, connections=3)
 
+    @pytest.mark.slow
     def test_headers_without_an_end(self, engine):
         with listening(server.app(engine, name="tiny", limits=self.LIMITS)) as address:
             with raw_connection(address) as silent, raw_connection(address) as slow:
@@ -542,6 +543,7 @@ class TestConnections:
                 assert ended(again, 3)
                 assert time.monotonic() - start < 2
 
+    @pytest.mark.slow
     def test_answers_may_take_their_time(self, engine):
         engine.texts = None
         app = server.app(engine, name="tiny", limits=self.LIMITS)
@@ -569,6 +571,7 @@ class TestConnections:
 
             assert until(again)
 
+    @pytest.mark.slow
     @cases("seconds", [0.5, 60], 0.5)
     def test_a_client_that_does_not_read(self, engine, seconds):
         """It is cut off in time; before that, the bytes of its request are given back."""
