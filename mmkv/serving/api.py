@@ -247,14 +247,15 @@ class ChatRequest(_TextRequest, _Templated):
                 raise RequestError("tool_choice: no such tool is given", param="tool_choice")
             return choose.json_grammar(tools.call_schema(allowed))
         format_ = self.response_format
-        if format_ is None or format_.type == "text":
+        if format_ is None:
             return None
-        if format_.type == "json_object":
-            return choose.json_grammar({"type": "object"})
-        if format_.json_schema is None or format_.json_schema.schema_ is None:
-            message = "response_format.json_schema.schema is missing"
+        schema = None if format_.json_schema is None else format_.json_schema.schema_
+        if (schema is not None) != (format_.type == "json_schema"):
+            message = "response_format: type='json_schema' needs json_schema.schema; no other has it"
             raise RequestError(message, param="response_format")
-        return choose.json_grammar(format_.json_schema.schema_)
+        if format_.type == "text":
+            return None
+        return choose.json_grammar({"type": "object"} if schema is None else schema)
 
     def replies(self, pictures: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Return the arguments of `Engine.submit`, once for each choice of the answer."""
