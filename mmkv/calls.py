@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers.generation.utils import GenerationMixin
 
@@ -82,6 +83,16 @@ def _no_model(value: Any) -> str:
     a = "an" if name[0].lower() in "aeiou" else "a"
     what = "None" if value is None else f"{a} {name}"
     return f"mmkv takes a loaded model, not {what}: {loading}"
+
+
+# Older releases do not look at pictures in chunks, and read the chunks of a later turn wrongly.
+_CHUNKS_ANY = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+
+
+def reads_chunks(model: Any, kv_cache: Any) -> bool:
+    """Return whether `generate` can read a prompt behind a cache, or an empty one, in chunks."""
+    behind = kv_cache is not None and kv_cache.get_seq_length() > 0
+    return _CHUNKS_ANY or not (behind or hasattr(model.config, "vision_config"))
 
 
 # Names of the cache in transformers: the second up to 5.23, the first from 5.24. From 5.24 on, the

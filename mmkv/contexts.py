@@ -284,6 +284,8 @@ def _features(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     features: dict[str, Any] = {}
     for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if pixels in inputs:
+            if not hasattr(model, "_supports_mm_encoder_outputs"):
+                raise ValueError(f"{pixels} behind a context need transformers 5.18 or newer")
             encode = getattr(model, f"get_{kind}_features")
             grid = inputs[f"{kind}_grid_thw"]
             features[kind] = encode(inputs.pop(pixels), grid, return_dict=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmkv.attach import graph, hooks
 from mmkv.cache.compressed import CompressedCache
-from mmkv.calls import CACHE, cache_in
+from mmkv.calls import CACHE, cache_in, reads_chunks
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -59,7 +59,12 @@ def prepare_cache(
         rows = model_kwargs["position_ids"].shape[-2]
         cache.rope_deltas = cache.rope_deltas.repeat_interleave(rows // len(cache.rope_deltas), 0)
     until = None
-    if getattr(generation_config, "prefill_chunk_size", None) is not None:
+    if (size := getattr(generation_config, "prefill_chunk_size", None)) is not None:
+        if not reads_chunks(attachment.model, cache):
+            raise ValueError(
+                f"prefill_chunk_size={size}: transformers before 5.23 does not look at pictures in "
+                "chunks, nor read a later turn's: leave it out, or update transformers"
+            )
         mask = model_kwargs.get("attention_mask")
         until = generation_config._mask_length if mask is None else mask.shape[1]
     cache.expect(until)

@@ -251,7 +251,9 @@ class ChatRequest(_TextRequest, _Templated):
             return None
         schema = None if format_.json_schema is None else format_.json_schema.schema_
         if (schema is not None) != (format_.type == "json_schema"):
-            message = "response_format: type='json_schema' needs json_schema.schema; no other has it"
+            message = (
+                "response_format: json_schema.schema goes with type='json_schema', and only it"
+            )
             raise RequestError(message, param="response_format")
         if format_.type == "text":
             return None

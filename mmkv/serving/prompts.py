@@ -18,7 +18,7 @@ from mmkv import chat
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.calls import CACHE, cache_in
+from mmkv.calls import CACHE, cache_in, reads_chunks
 from mmkv.digest import of_tensors
 from mmkv.serving import choose
 from mmkv.serving.batch import Request
@@ -158,16 +158,10 @@ class Reader:
 
     def chunk(self, inputs: Mapping[str, Any]) -> int | None:
         """Return the tokens to read at a time; None: the prompt must be read at once."""
-        encodes = getattr(self.model, "_supports_mm_encoder_outputs", None)
-        if encodes is None:
-            # Older releases cannot cut inputs after a cache, nor positions of several axes.
-            cache = cache_in(inputs)
-            continues = cache is not None and cache.get_seq_length() > 0
-            if continues or hasattr(self.model.config, "vision_config"):
-                return None
-        elif not encodes() and any(
-            isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values()
-        ):
+        if not reads_chunks(self.model, cache_in(inputs)):
+            return None
+        pictures = any(isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values())
+        if pictures and not self.model._supports_mm_encoder_outputs():
             return None
         # Tokens of a picture or prompt that attend to later ones must be in the same chunk.
         both_ways = self.attachment.parts.both_ways or "token_type_ids" in inputs

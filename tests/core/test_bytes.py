@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 import mmkv
 from helpers import configs, zoo
-from helpers.marks import cases
+from helpers.marks import cases, since
 from helpers.masking import pairs_of
 from helpers.memory import storages
 from helpers.models import ending, make_inputs, next_turn
@@ -122,7 +122,7 @@ def test_bytes_are_those_of_the_storages(model, policy, way):
     assert cache.nbytes == held_since(before) == 0
 
 
-@pytest.mark.parametrize("chunk", [None, 40])
+@pytest.mark.parametrize("chunk", [None, pytest.param(40, marks=since("5.23"))])
 @pytest.mark.parametrize("when", ["in the prompt", "while decoding", "in a turn"])
 @cases("policy", POLICIES[:-1], "h2o")
 def test_bytes_after_an_interrupt(model, policy, when, chunk):

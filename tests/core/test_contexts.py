@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.generation.utils import GenerationMixin
 
 import mmkv
 from helpers import zoo
 from helpers.contexts import rewrite
-from helpers.marks import cases
+from helpers.marks import cases, since
 from helpers.masking import held_by, masked_logits
 from helpers.models import IMAGE, PAD, make_inputs, make_model, row_of
 from helpers.oracle import VARIANTS, generate, options_of, short
@@ -127,6 +128,7 @@ def test_every_kind_of_model(name, tmp_path):
     assert torch.equal(tokens, out.sequences[:, -NEW:])
 
 
+@since("5.18")
 @cases(
     "name",
     [
@@ -173,6 +175,15 @@ def test_frames_are_read_on_as_if_all_had_been_given(name):
             context.report().layers[0].kept[0]
         )
         assert context.cache.lengths == [7 * 60]
+
+
+def test_older_releases_cannot_encode_frames_behind_a_context(monkeypatch):
+    model = zoo.model_of("Qwen2_5_VLForConditionalGeneration")
+    with mmkv.wrapped(model, "condense", 25):
+        context = mmkv.read(model, zoo.prompt(model, (60,), pictures=1))
+        monkeypatch.delattr(GenerationMixin, "_supports_mm_encoder_outputs", raising=False)
+        with pytest.raises(ValueError, match=r"pixel_values .* need transformers 5\.18"):
+            context.append(zoo.prompt(model, (60,), pictures=1))
 
 
 def _behind(inputs, asked):
@@ -634,6 +645,7 @@ def film(model, seed, seconds):
     }
 
 
+@since("5.18")
 def test_seconds_of_films_are_remembered(tmp_path):
     model, path = zoo.model_of(GRIDS[0]), tmp_path / "read.safetensors"
     one, two, asked = film(model, 1, [2.0]), film(model, 2, torch.tensor([3.0])), question(8)

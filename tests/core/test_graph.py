@@ -15,7 +15,7 @@ import transformers
 from packaging.version import Version
 
 import mmkv
-from helpers.marks import cases
+from helpers.marks import cases, since
 from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
 from helpers.oracle import POSTPONED, REPLAYED, ROWS, Variant, options_of, short
@@ -114,6 +114,7 @@ def test_what_is_not_captured(models, on_cpu, caplog, wrap, options, why):
     assert caplog.text.count(why) == 1
 
 
+@since("5.23")
 @cases("policy", ["snapkv", "h2o", "prefixkv"], "snapkv")
 def test_a_prompt_in_chunks_is_no_step(models, on_cpu, caplog, policy):
     """`generate` has the runner take a prompt's chunks too, here some of a single token."""

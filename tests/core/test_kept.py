@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mmkv
 from helpers import zoo
+from helpers.marks import since
 from helpers.masking import held_sets, masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate, prefilled, top, window_scores
@@ -175,6 +176,7 @@ def test_queries_of_earlier_chunks_observe_with_a_short_last_one(plain, last):
         assert set(cache.kept(layer)[0, h].tolist()) == whole[layer][h]
 
 
+@since("5.18")
 def test_pictures_that_see_all_of_themselves_are_read_in_chunks():
     """Gemma 3: the last queries of a chunk saw tokens behind them, and observe as they did."""
     model = zoo.model_of("Gemma3ForConditionalGeneration")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mmkv
+from helpers.marks import since
 from helpers.models import make_inputs, make_model
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies import vlcache
@@ -74,7 +75,7 @@ def test_density_counts_what_is_not_negligible(monkeypatch, queries, softcap, th
         assert found[b].item() == pytest.approx(large / seen, abs=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [None, 20])
+@pytest.mark.parametrize("chunk", [None, pytest.param(20, marks=since("5.23"))])
 def test_layers_keep_in_proportion_to_what_their_text_attends_to(chunk):
     model, inputs = make_model("llava-llama", "eager"), make_inputs("llava-llama", (80,))
     with torch.no_grad():

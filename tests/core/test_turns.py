@@ -7,7 +7,7 @@ import torch
 
 import mmkv
 from helpers import zoo
-from helpers.marks import cases
+from helpers.marks import cases, since
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import make_inputs, next_turn, row_of
 from helpers.oracle import ROWS, VARIANTS, generate, options_of
@@ -310,6 +310,7 @@ def test_a_changed_reply_is_refused_without_padding_too(models):
         model.generate(turn, past_key_values=first.past_key_values, **options)
 
 
+@since("5.23")
 def test_chunks_of_a_later_turn_may_be_padding_in_a_row(models):
     model, inputs = models("llama"), make_inputs("llama", (20, 12))
     options = {"do_sample": False, "return_dict_in_generate": True}

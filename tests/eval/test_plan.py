@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mmkv
 from helpers import zoo
+from helpers.marks import since
 from helpers.models import make_inputs, make_model
 from mmkv.cli import commands
 from mmkv.eval.speed.models import SHAPES, make
@@ -156,7 +157,7 @@ def test_times_are_the_cards(small):
     "name",
     [
         "LlamaForCausalLM",
-        "OPTForCausalLM",
+        pytest.param("OPTForCausalLM", marks=since("5.18")),
         "MixtralForCausalLM",
         "Glm4vMoeForConditionalGeneration",
         "Gemma4ForConditionalGeneration",

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+import transformers
+from packaging.version import Version
 
 
 def cases(names: str, values: Iterable[Any], *fast: Any, **more: Any) -> pytest.MarkDecorator:
@@ -23,3 +25,9 @@ def cases(names: str, values: Iterable[Any], *fast: Any, **more: Any) -> pytest.
         for value in values
     ]
     return pytest.mark.parametrize(names, found, **more)
+
+
+def since(release: str) -> pytest.MarkDecorator:
+    """Skip the test with transformers before `release`, which cannot do what it needs."""
+    older = Version(transformers.__version__) < Version(release)
+    return pytest.mark.skipif(older, reason=f"needs transformers {release}")

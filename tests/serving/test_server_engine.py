@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import mmkv
-from helpers.marks import cases
+from helpers.marks import cases, since
 from helpers.serving import WrittenEngine, data_url, listening, text_chat, until
 from mmkv import terminal
 from mmkv.builtin import example_pictures
@@ -92,6 +92,7 @@ class TestBuiltIn:
         with pytest.raises(openai.BadRequestError, match=match):
             client.chat.completions.create(**asking(), **more)
 
+    @since("5.23")
     def test_marks_of_pictures_that_nobody_gave(self, client):
         """A text cannot stand for a picture."""
         answer = client.chat.completions.create(**asking("What is <image>?"), max_tokens=2)

@@ -16,8 +16,10 @@ import torch
 from PIL import Image
 
 import mmkv
+from helpers.marks import since
 from helpers.models import make_inputs, make_model
 from helpers.serving import WrittenEngine
+from mmkv import calls
 from mmkv.attach.attachment import attachment_of
 from mmkv.calls import CACHE
 from mmkv.serving import Busy, Engine
@@ -323,6 +325,7 @@ def test_times_are_counted_in_steps_of_a_decade():
     assert (shares[0], shares[-1]) == (0.05, 1.0)
 
 
+@since("5.23")
 def test_a_prompt_with_pictures_is_read_at_once_where_they_cannot_be_encoded_before(monkeypatch):
     model = make_model("llava-llama")
     inputs = make_inputs("llava-llama", (60,))
@@ -336,10 +339,11 @@ def test_a_prompt_with_pictures_is_read_at_once_where_they_cannot_be_encoded_bef
 
 
 def test_older_releases_read_pictures_and_what_follows_a_cache_at_once(monkeypatch):
-    """They have no `_supports_mm_encoder_outputs`."""
+    """They do not look at pictures in chunks: the engine reads those at once, `wrap` refuses."""
+    monkeypatch.setattr(calls, "_CHUNKS_ANY", False)
+    chunked = {"max_new_tokens": 1, "prefill_chunk_size": CHUNK}
     for name, pictures in (("llama", False), ("llava-llama", True)):
         model, inputs = make_model(name), make_inputs("llama", (60,))
-        monkeypatch.setattr(model, "_supports_mm_encoder_outputs", None)
         with mmkv.wrapped(model, "full"), torch.no_grad():
             reader = Reader(attachment_of(model), CHUNK)
             new = reader.cache(attachment_of(model).plan)
@@ -347,6 +351,10 @@ def test_older_releases_read_pictures_and_what_follows_a_cache_at_once(monkeypat
                 assert reader.chunk(given) == (None if pictures else CHUNK)
             begun = model(**inputs, use_cache=True).past_key_values
             assert reader.chunk({**inputs, CACHE: begun}) is None
+            more = {k: torch.cat([x, x], 1) for k, x in inputs.items()}
+            for given in (inputs,) * pictures + ({**more, CACHE: begun},):
+                with pytest.raises(ValueError, match=f"prefill_chunk_size={CHUNK}.* update"):
+                    model.generate(**given, **chunked)
 
 
 INF = float("inf")
