@@ -7,8 +7,8 @@ TEST := -n 2 --dist loadgroup
 PICTURE := mmkv/builtin/vision/scene2.png
 FOLDERS := mmkv policies $(wildcard eval demo)
 
-# The oldest transformers we support, the pinned one and the newest, on the pinned torch.
-MATRIX := 5.17.0 5.23.0 5.24.0
+# The oldest transformers we support, one between, the pinned one and the newest, on the pinned torch.
+MATRIX := 5.17.0 5.20.0 5.23.0 5.24.0
 
 .PHONY: run demo test test-slow test-all test-matrix lint type mutants docs dist format clean install
 

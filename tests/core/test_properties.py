@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensor
 
 import mmkv
-from helpers.marks import cases
+from helpers.marks import cases, since
 from helpers.masking import masked_logits, pairs_of
 from helpers.memory import LargestOutput
 from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, ending, make_inputs, make_model, row_of
@@ -116,6 +116,7 @@ def two_turns(model, inputs, more, chunk):
     return feeds, torch.cat([first, later]), held + kept
 
 
+@since("5.23")
 @pytest.mark.slow
 @settings(
     max_examples=200,

@@ -29,5 +29,9 @@ def cases(names: str, values: Iterable[Any], *fast: Any, **more: Any) -> pytest.
 
 def since(release: str) -> pytest.MarkDecorator:
     """Skip the test with transformers before `release`, which cannot do what it needs."""
-    older = Version(transformers.__version__) < Version(release)
-    return pytest.mark.skipif(older, reason=f"needs transformers {release}")
+    return pytest.mark.skipif(older_than(release), reason=f"needs transformers {release}")
+
+
+def older_than(release: str) -> bool:
+    """Whether transformers is older than `release`."""
+    return Version(transformers.__version__) < Version(release)
