@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.generation.utils import GenerationMixin
 
 # Attribute or method that returns the model, by class name; a subclass counts as its base.
@@ -89,10 +89,16 @@ def _no_model(value: Any) -> str:
 _CHUNKS_ANY = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 
 
-def reads_chunks(model: Any, kv_cache: Any) -> bool:
-    """Return whether `generate` can read a prompt behind a cache, or an empty one, in chunks."""
+def reads_chunks(kv_cache: Any, pictures: bool) -> bool:
+    """Return whether `generate` can read a prompt in chunks behind a cache, or an empty one."""
     behind = kv_cache is not None and kv_cache.get_seq_length() > 0
-    return _CHUNKS_ANY or not (behind or hasattr(model.config, "vision_config"))
+    return _CHUNKS_ANY or not (behind or pictures)
+
+
+def has_pictures(inputs: Mapping[str, Any]) -> bool:
+    """Return whether there are pixels, or what encodes them, among a model's inputs."""
+    pixels = (isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values())
+    return inputs.get("mm_encoder_outputs") is not None or any(pixels)
 
 
 # Names of the cache in transformers: the second up to 5.23, the first from 5.24. From 5.24 on, the

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmkv.attach import graph, hooks
 from mmkv.cache.compressed import CompressedCache
-from mmkv.calls import CACHE, cache_in, reads_chunks
+from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -60,7 +60,7 @@ def prepare_cache(
         cache.rope_deltas = cache.rope_deltas.repeat_interleave(rows // len(cache.rope_deltas), 0)
     until = None
     if (size := getattr(generation_config, "prefill_chunk_size", None)) is not None:
-        if not reads_chunks(attachment.model, cache):
+        if not reads_chunks(cache, has_pictures(model_kwargs)):
             raise ValueError(
                 f"prefill_chunk_size={size}: transformers before 5.23 does not look at pictures in "
                 "chunks, nor read a later turn's: leave it out, or update transformers"

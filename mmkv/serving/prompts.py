@@ -18,7 +18,7 @@ from mmkv import chat
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.calls import CACHE, cache_in, reads_chunks
+from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks
 from mmkv.digest import of_tensors
 from mmkv.serving import choose
 from mmkv.serving.batch import Request
@@ -158,10 +158,10 @@ class Reader:
 
     def chunk(self, inputs: Mapping[str, Any]) -> int | None:
         """Return the tokens to read at a time; None: the prompt must be read at once."""
-        if not reads_chunks(self.model, cache_in(inputs)):
+        # Older releases do not cut positions of several axes (Qwen-VL) rightly either.
+        if not reads_chunks(cache_in(inputs), hasattr(self.model.config, "vision_config")):
             return None
-        pictures = any(isinstance(x, Tensor) and x.is_floating_point() for x in inputs.values())
-        if pictures and not self.model._supports_mm_encoder_outputs():
+        if has_pictures(inputs) and not self.model._supports_mm_encoder_outputs():
             return None
         # Tokens of a picture or prompt that attend to later ones must be in the same chunk.
         both_ways = self.attachment.parts.both_ways or "token_type_ids" in inputs

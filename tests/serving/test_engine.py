@@ -13,7 +13,7 @@ from PIL import Image
 
 import mmkv
 from helpers import zoo
-from helpers.marks import cases
+from helpers.marks import cases, older_than
 from helpers.models import make_inputs
 from helpers.oracle import Variant, options_of
 from helpers.serving import alone, watched
@@ -194,6 +194,8 @@ def test_chunks_of_a_long_prompt_and_short_ones_take_turns(name):
     """The short ones do not wait for it, nor it for all of them, and each is as alone."""
     model = zoo.make(name)
     pictures = {"pictures": 2} if "VL" in name else {}
+    if pictures and older_than("5.23"):
+        pytest.skip("transformers before 5.23 does not look at pictures in chunks")
     with mmkv.wrapped(model, "condense", 0.4, least=0):
         long = zoo.prompt(model, (220,), seed=1, **pictures)
         short = [zoo.prompt(model, (n,), seed=n) for n in (70, 30, 40, 90, 25)]

@@ -351,8 +351,8 @@ def test_older_releases_read_pictures_and_what_follows_a_cache_at_once(monkeypat
                 assert reader.chunk(given) == (None if pictures else CHUNK)
             begun = model(**inputs, use_cache=True).past_key_values
             assert reader.chunk({**inputs, CACHE: begun}) is None
-            more = {k: torch.cat([x, x], 1) for k, x in inputs.items()}
-            for given in (inputs,) * pictures + ({**more, CACHE: begun},):
+            more = {k: torch.cat([x, x], 1) for k, x in inputs.items()} | {CACHE: begun}
+            for given in (make_inputs(name, (60,)), more)[not pictures :]:
                 with pytest.raises(ValueError, match=f"prefill_chunk_size={CHUNK}.* update"):
                     model.generate(**given, **chunked)
 
