@@ -16,6 +16,7 @@ from helpers.masking import held_sets, masked_logits
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate, prefilled, top, window_scores
 from mmkv import adapters
+from mmkv.calls import passing
 from mmkv.profiles import Profile
 
 N, L, H, G = 80, 3, 2, 2
@@ -192,7 +193,7 @@ def test_pictures_that_see_all_of_themselves_are_read_in_chunks():
         cache.reset()
         cache.expect(until=27)
         for part in parts:
-            model(**part, past_key_values=cache)
+            model(**part, **passing(model, cache))
     for i, (kept, share) in zip(layers, whole, strict=True):
         assert torch.equal(cache.kept(i), kept)
         torch.testing.assert_close(cache.layers[i].state.retained, share)
