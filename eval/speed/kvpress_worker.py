@@ -1,4 +1,4 @@
-"""Replies of kvpress in its own environment: `PYTHON kvpress_worker.py FOLDER_OF_MMKV`.
+"""Replies of kvpress in its own environment: `PYTHON kvpress_worker.py FOLDERS_OF_MMKV`.
 
 kvpress needs an older transformers than mmkv, so it runs where mmkv is not installed, and only
 `mmkv.eval.speed.models` is imported here. `mmkv.eval.speed.rival` sends one JSON object a line,

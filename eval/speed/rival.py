@@ -55,10 +55,12 @@ class Worker:
 
     def __init__(self, python: Path) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the worker
-        # It has its own packages; of this environment the script imports only from mmkv.
-        script, package = Path(__file__).with_name("kvpress_worker.py"), Path(mmkv.__file__).parent
+        # It has its own packages; of this environment the script imports only from mmkv. In a
+        # checkout `mmkv.eval` is not in the folder `mmkv`, but beside it.
+        script = Path(__file__).resolve().with_name("kvpress_worker.py")
+        command = [python, script, Path(mmkv.__file__).parent, script.parents[2]]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
-        self._process: Any = subprocess.Popen([python, script, package], text=True, **pipes)
+        self._process: Any = subprocess.Popen(command, text=True, **pipes)
         self.versions: dict[str, str | None] = {}
 
     def load(self, name: str, model: Any) -> None:

@@ -467,7 +467,10 @@ class TestKvpress:
             """)
         )
         # mmkv is not installed where kvpress is.
-        (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mmkv'] = None\n")
+        (tmp_path / "sitecustomize.py").write_text(
+            "import sys\nsys.modules['mmkv'] = None\n"
+            "sys.meta_path[:] = [x for x in sys.meta_path if 'editable' not in str(x)]\n"
+        )
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setitem(models.SHAPES, "toy", TOY)
         with closing(rival.Worker(sys.executable)) as worker:
