@@ -83,6 +83,7 @@ def ask(capsys, picture, tmp_path, load):
 
 @pytest.mark.usefixtures("load")
 class TestChat:
+    @pytest.mark.slow
     def test_shows_answers_and_bytes_per_layer_and_writes_a_png(
         self, capsys, picture, tmp_path, builtin
     ):

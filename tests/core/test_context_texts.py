@@ -212,6 +212,7 @@ def words(template, begins):
     return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=template, **marks)
 
 
+@pytest.mark.slow
 @cases("begins", [True, False], True)
 @cases("writes", [True, False], True)
 @cases("chats", [True, False], True)

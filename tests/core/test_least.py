@@ -207,6 +207,7 @@ def test_what_measures_budgets_does_without():
     assert rows["snapkv 0.2"] == {}
 
 
+@pytest.mark.slow
 def test_curves_are_of_shares(models):
     """A level of a curve is that share, whatever `least` is."""
     model = models("llama")

@@ -72,6 +72,7 @@ def generated(loaded, ids, pixels, **more):
     return text.strip(), out.sequences, out.past_key_values
 
 
+@pytest.mark.slow
 @cases("policy", ["h2o", "condense", "xkv", "kvzip"], "h2o")
 def test_two_turns_are_what_generate_gives(loaded, pictures, policy):
     """Both sides, against plain calls of the wrapped and the unwrapped model."""
@@ -102,6 +103,7 @@ def test_two_turns_are_what_generate_gives(loaded, pictures, policy):
     assert not any("read the whole" in x for x in second.notes)
 
 
+@pytest.mark.slow
 def test_both_models_have_run_before_they_are_timed(pictures, monkeypatch):
     """With a picture each; not again for the same policy."""
     runs = []
@@ -148,6 +150,7 @@ def test_another_policy_reads_the_conversation_again(loaded, pictures):
     assert last(talk.ask("And now?", xkv)).notes == ()
 
 
+@pytest.mark.slow
 def test_a_cache_that_does_not_fit_is_left(loaded, pictures):
     """A template that writes earlier answers otherwise than they were: they are read again."""
     processor = copy.deepcopy(loaded.processor)

@@ -389,6 +389,7 @@ class TestCommand:
         (folder / "q.json").write_text("[0.5, 0.5, 0.5]")
         assert "holds a run with files={'q.json'" in call(*asked, "--out", "b").stderr
 
+    @pytest.mark.slow
     def test_without_out_each_setting_has_a_folder(self, folder):
         for more in ([], ["--limit", "1"], []):
             assert call("check", *ASKED, *more).exit_code == 0
@@ -420,6 +421,7 @@ class TestCommand:
         assert "no budget is within 1e-06 nats a token: snapkv 0.6 is nearest" in done.stdout
         assert "wrote a/report.json" in done.stdout
 
+    @pytest.mark.slow
     def test_shipped_prompts(self, monkeypatch):
         monkeypatch.setattr(prompts, "_MOST_LETTERS", 700)
         asked = [x for x in ASKED if x not in ("--prompts", "p.txt")]

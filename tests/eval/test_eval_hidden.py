@@ -28,6 +28,7 @@ def run(model, samples, out, policies, budget):
     return runner.run(model, make_tokenizer(), samples, out=out, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", ["", ":evict_chunks=5"])
 def test_with_all_tokens_kept_it_is_the_full_cache(model, samples, tmp_path, chunk):
     """Perplexity and reply behind a context of its own are those of the whole prompt."""

@@ -156,6 +156,7 @@ class TestCode:
             "HuggingFaceTB/SmolLM2-135M-Instruct",
         ]
 
+    @pytest.mark.slow
     def test_of_the_pages(self, tmp_path, monkeypatch, capsys):
         """One after the other: later blocks go on from the first."""
         monkeypatch.chdir(tmp_path)
@@ -326,6 +327,7 @@ class TestCommands:
                 with pytest.raises(Reached):
                     app(shlex.split(line)[3:], standalone_mode=False)
 
+    @pytest.mark.slow
     def test_the_plan_is_as_printed(self, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "120")
         (line,) = [x for x in lines() if x.startswith(".venv/bin/mmkv plan ")]
@@ -492,6 +494,7 @@ class TestFigures:
         loaded = chat.load()
         return ask
 
+    @pytest.mark.slow
     def test_measured_bytes(self, described):
         found = re.findall(r"^\| ([\w ]+) \| ([\d.-]+) \| ([\d.]+) KiB \|$", QUALITY, re.MULTILINE)
         assert len(found) > 3

@@ -98,6 +98,7 @@ def test_positions_of_each_model(name):
         assert [x.result(60)[0] for x in replies] == wanted
 
 
+@pytest.mark.slow
 def test_chunks_that_evict(models):
     model = models("llama")
     with mmkv.wrapped(model, "adakv", 0.3, window=6, kernel_size=3, evict_chunks=True):

@@ -302,6 +302,7 @@ def test_messages_share_what_stands_before_the_question(builtin):
         assert engine.stats().prefixes == 2
 
 
+@pytest.mark.slow
 def test_a_stop_text_ends_the_reply_and_is_left_out(builtin):
     model, processor = builtin
     picture = Image.open(example_pictures()[0])

@@ -109,6 +109,7 @@ class TestBuiltIn:
         assert until(lambda: idle(engine))
         assert engine.stats().requests_done == before.requests_done + 1
 
+    @pytest.mark.slow
     def test_many_at_once(self, client):
         answers = dict.fromkeys(range(4), "")
 
