@@ -85,14 +85,17 @@ def _no_model(value: Any) -> str:
     return f"mmkv takes a loaded model, not {what}: {loading}"
 
 
-# Older releases do not look at pictures in chunks, and read the chunks of a later turn wrongly.
-_CHUNKS_ANY = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
+_RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 def reads_chunks(kv_cache: Any, pictures: bool) -> bool:
-    """Return whether `generate` can read a prompt in chunks behind a cache, or an empty one."""
+    """Return whether `generate` can read a prompt in chunks behind a cache, or an empty one.
+
+    Before 5.23 it does not look at pictures in chunks, and before 5.21 it reads the chunks of a
+    later turn wrongly.
+    """
     behind = kv_cache is not None and kv_cache.get_seq_length() > 0
-    return _CHUNKS_ANY or not (behind or pictures)
+    return (5, 23 if pictures else 21 if behind else 0) <= _RELEASE
 
 
 def has_pictures(inputs: Mapping[str, Any]) -> bool:

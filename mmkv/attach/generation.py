@@ -62,8 +62,8 @@ def prepare_cache(
     if (size := getattr(generation_config, "prefill_chunk_size", None)) is not None:
         if not reads_chunks(cache, has_pictures(model_kwargs)):
             raise ValueError(
-                f"prefill_chunk_size={size}: transformers before 5.23 does not look at pictures in "
-                "chunks, nor read a later turn's: leave it out, or update transformers"
+                f"prefill_chunk_size={size}: transformers looks at pictures in chunks from 5.23, "
+                "and reads a later turn's chunks from 5.21 on: leave it out, or update transformers"
             )
         mask = model_kwargs.get("attention_mask")
         until = generation_config._mask_length if mask is None else mask.shape[1]

@@ -108,7 +108,7 @@ WAYS = {
     "a copy": a_copy,
     "started again": started_again,
 }
-if not older_than("5.23"):
+if not older_than("5.21"):
     WAYS["turns in chunks"] = functools.partial(turns, prefill_chunk_size=16)
 
 
@@ -124,7 +124,7 @@ def test_bytes_are_those_of_the_storages(model, policy, way):
     assert cache.nbytes == held_since(before) == 0
 
 
-@pytest.mark.parametrize("chunk", [None, pytest.param(40, marks=since("5.23"))])
+@pytest.mark.parametrize("chunk", [None, pytest.param(40, marks=since("5.21"))])
 @pytest.mark.parametrize("when", ["in the prompt", "while decoding", "in a turn"])
 @cases("policy", POLICIES[:-1], "h2o")
 def test_bytes_after_an_interrupt(model, policy, when, chunk):

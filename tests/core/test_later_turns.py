@@ -294,7 +294,7 @@ def check(talk, variant, b):
     return dropped
 
 
-@cases("chunk", [None, 13][: 1 if older_than("5.23") else 2], None)
+@cases("chunk", [None, 13][: 1 if older_than("5.21") else 2], None)
 @cases(
     "variant",
     VARIANTS,

@@ -310,7 +310,7 @@ def test_a_changed_reply_is_refused_without_padding_too(models):
         model.generate(turn, past_key_values=first.past_key_values, **options)
 
 
-@since("5.23")
+@since("5.21")
 def test_chunks_of_a_later_turn_may_be_padding_in_a_row(models):
     model, inputs = models("llama"), make_inputs("llama", (20, 12))
     options = {"do_sample": False, "return_dict_in_generate": True}

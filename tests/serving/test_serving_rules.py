@@ -340,7 +340,7 @@ def test_a_prompt_with_pictures_is_read_at_once_where_they_cannot_be_encoded_bef
 
 def test_older_releases_read_pictures_and_what_follows_a_cache_at_once(monkeypatch):
     """They do not look at pictures in chunks: the engine reads those at once, `wrap` refuses."""
-    monkeypatch.setattr(calls, "_CHUNKS_ANY", False)
+    monkeypatch.setattr(calls, "_RELEASE", (5, 20))
     chunked = {"max_new_tokens": 1, "prefill_chunk_size": CHUNK}
     for name, pictures in (("llama", False), ("llava-llama", True)):
         model, inputs = make_model(name), make_inputs("llama", (60,))
