@@ -1,6 +1,7 @@
 """What requests begin with is read once."""
 
 import itertools
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -100,11 +101,17 @@ def test_the_least_recently_used_prefix_leaves(models):
         assert [hit(i) for i in (0, 1, 0, 2, 0, 1)] == [False, False, True, False, True, False]
 
 
-def test_a_request_waits_for_memory_rather_than_take_its_prefix_from_others(models):
-    model = models("llama")
+@contextmanager
+def holding_a_prefix(model, tokens):
+    """An engine with memory for so many tokens that holds a prefix; the prefix, and a question."""
     prefix, question = make_inputs("llama", (60,)), make_inputs("llama", (5,), seed=9)
-    with mmkv.wrapped(model, "full"), Engine(model, cache_memory=235 * 768) as engine:
+    with mmkv.wrapped(model, "full"), Engine(model, cache_memory=tokens * 768) as engine:
         engine.submit(inputs=question, prefix=prefix, max_new_tokens=2).result(60)
+        yield engine, prefix, question
+
+
+def test_a_request_waits_for_memory_rather_than_take_its_prefix_from_others(models):
+    with holding_a_prefix(models("llama"), 235) as (engine, prefix, question):
         first = engine.submit(inputs=make_inputs("llama", (60,), seed=1), max_new_tokens=60)
         next(iter(first))
         reply = engine.submit(inputs=question, prefix=prefix, max_new_tokens=2)
@@ -115,10 +122,7 @@ def test_a_request_waits_for_memory_rather_than_take_its_prefix_from_others(mode
 
 
 def test_a_request_with_a_held_prefix_but_no_room_lets_an_older_one_start(models):
-    model = models("llama")
-    prefix, question = make_inputs("llama", (60,)), make_inputs("llama", (5,), seed=9)
-    with mmkv.wrapped(model, "full"), Engine(model, cache_memory=300 * 768) as engine:
-        engine.submit(inputs=question, prefix=prefix, max_new_tokens=2).result(60)
+    with holding_a_prefix(models("llama"), 300) as (engine, prefix, question):
         running = engine.submit(inputs=make_inputs("llama", (20,), seed=1), max_new_tokens=100)
         next(iter(running))
         begun = []
