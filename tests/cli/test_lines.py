@@ -26,7 +26,7 @@ def talk(loaded, *lines: str, terminal: bool = False) -> tuple[str, int, Convers
 
 
 @pytest.mark.slow
-@cases("terminal", [False, True], True)
+@pytest.mark.parametrize("terminal", [False, True])
 def test_two_turns_about_a_picture(loaded, terminal):
     out, refused, conversation = talk(
         loaded,

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import mmkv
-from helpers.marks import cases
 from helpers.serving import text_chat
 from mmkv import chat
 from mmkv.builtin import example_pictures
@@ -213,9 +212,9 @@ def words(template, begins):
 
 
 @pytest.mark.slow
-@cases("begins", [True, False], True)
-@cases("writes", [True, False], True)
-@cases("chats", [True, False], True)
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("chats", [True, False])
 def test_a_prompt_begins_once_as_the_tokenizer_has_it(begins, writes, chats):
     """With the one mark that begins a text, whether its template writes it or not."""
     first = "<s> " if writes and begins else ""

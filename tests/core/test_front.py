@@ -17,7 +17,6 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import mmkv
-from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from mmkv import budgets
 from mmkv.wrapping import is_wrapped
@@ -150,7 +149,7 @@ def test_a_distributed_model(text_model):
 
 @pytest.mark.slow
 @torch.no_grad()
-@cases("when", ["before", "after"], "after")
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_a_compiled_model_is_as_fast_as_it_was(when):
     """What a cache keeps, no graph foresees: the decoder is not compiled, piece by piece."""
     model, graphs = make_model("llama"), []

@@ -12,7 +12,6 @@ import pytest
 import test_oracles as oracles
 
 import mmkv
-from helpers.marks import cases
 from helpers.models import make_inputs
 from helpers.oracle import Variant
 from mmkv.serving.engine import Engine
@@ -55,7 +54,7 @@ def score(folder, monkeypatch, registering):
 
 
 @pytest.mark.slow
-@cases("variant", VARIANTS, VARIANTS[5], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_it_passes_the_oracles(models, score, variant):
     assert isinstance(mmkv.get_policy(variant.policy, **dict(variant.options)).score, score)
     oracles.test_eviction_equals_masking(models, variant, "llama-mha", "padded")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import mmkv
-from helpers.marks import cases
 from helpers.masking import pairs_of
 from helpers.models import make_inputs
 from helpers.oracle import generate
@@ -18,8 +17,8 @@ ROUNDS = {"decode": "rounds", "every": 10, "latest": 6}
 
 
 @pytest.mark.slow
-@cases("budget", [0.25, 30], 30)
-@cases("policy", ["condense", "snapkv", "prefixkv"], "condense")
+@pytest.mark.parametrize("budget", [0.25, 30])
+@pytest.mark.parametrize("policy", ["condense", "snapkv", "prefixkv"])
 def test_the_budget_holds_for_all_tokens_seen(models, policy, budget):
     """However long the reply: but for those that did not compete yet, no more is held."""
     model, inputs = models("llama"), make_inputs("llama", (70, 40))

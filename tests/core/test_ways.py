@@ -221,7 +221,7 @@ def test_a_model_spread_by_accelerate(models, policy, spread, tmp_path):
 
 
 @pytest.mark.slow
-@cases("policy", SOME, "h2o")
+@pytest.mark.parametrize("policy", SOME)
 def test_two_threads_share_a_wrapped_model(models, policy):
     """State is on the cache: conversations with different prompts do not see each other."""
     model = models("llava-llama")

@@ -73,7 +73,7 @@ def generated(loaded, ids, pixels, **more):
 
 
 @pytest.mark.slow
-@cases("policy", ["h2o", "condense", "xkv", "kvzip"], "h2o")
+@pytest.mark.parametrize("policy", ["h2o", "condense", "xkv", "kvzip"])
 def test_two_turns_are_what_generate_gives(loaded, pictures, policy):
     """Both sides, against plain calls of the wrapped and the unwrapped model."""
     options = {"window": 8} if "window" in mmkv.get_policy(policy).options() else {}
@@ -345,7 +345,7 @@ def test_a_model_that_reads_text_alone(loaded, pictures):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("written", [True, False])
-@cases("sees", [True, False], True)
+@pytest.mark.parametrize("sees", [True, False])
 def test_a_conversation_begins_once(loaded, pictures, sees, written):
     """The mark of the beginning, whether the chat template writes it or the tokenizer adds it."""
     model = loaded if sees else text_model(loaded)

@@ -8,7 +8,6 @@ import torch
 
 import mmkv
 from helpers.evaluation import make_samples, make_tokenizer
-from helpers.marks import cases
 from helpers.models import make_inputs, row_of
 from helpers.oracle import short
 from mmkv import forcing
@@ -208,7 +207,7 @@ def test_rows(model, samples, tmp_path):
 
 
 @pytest.mark.slow
-@cases("texts", [True, False], True)
+@pytest.mark.parametrize("texts", [True, False])
 def test_with_perplexity_the_figures_are_the_same(model, samples, tmp_path, monkeypatch, texts):
     """A text is fed once for both; where a batch has a reply of its own, that is fed as well."""
     if texts:

@@ -72,7 +72,7 @@ class _Reads(list):
 
 
 @pytest.mark.slow
-@cases("batch_size", [1, 3], 3)
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_size):
     """Visible and hidden questions, perplexity, divergence, replies and scores of two policies."""
     model, tokenizer = make_model("llama"), make_tokenizer()

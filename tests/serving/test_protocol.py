@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import pytest
 
-from helpers.marks import cases
 from helpers.serving import WrittenEngine, listening, post, sent, until
 from mmkv.serving import Sampling
 
@@ -580,7 +579,7 @@ class TestConnections:
             assert until(again)
 
     @pytest.mark.slow
-    @cases("seconds", [0.5, 60], 0.5)
+    @pytest.mark.parametrize("seconds", [0.5, 60])
     def test_a_client_that_does_not_read(self, engine, seconds):
         """It is cut off in time; before that, the bytes of its request are given back."""
         limits = errors.Limits(write_seconds=seconds)
