@@ -12,16 +12,17 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import psutil
 import torch
+from torch import Tensor
 
 import mmkv
 from mmkv.attach.attachment import attachment_of
@@ -69,6 +70,8 @@ class Row:
     prefill_s: list[float] = field(default_factory=list[float])  # to the first token
     step_s: list[float] = field(default_factory=list[float])  # of decode steps, alike for all rows
     cache_bytes: int = 0  # held at the end of a reply
+    # By kind of text: of each, the divergence from the full cache and the share of same tokens.
+    distances: dict[str, list[tuple[float, float]]] = field(default_factory=dict[str, Any])
     note: str = ""  # why nothing could be measured
 
 
@@ -123,6 +126,8 @@ class Bench:
     setting: Setting
     model: Any  # not wrapped
     worker: Worker | None = None  # process of kvpress with the same model
+    # By kind of text: prompts, int64 [1, N], and answers, int64 [R], to compare distributions on.
+    texts: Mapping[str, Sequence[tuple[Tensor, Tensor]]] = field(default_factory=dict[str, Any])
     until: float = math.inf  # deadline by `time.monotonic`; one round is always made
     tell: Callable[[str], None] = lambda text: None  # shows progress
 
@@ -140,7 +145,7 @@ class Bench:
         for row in self.rows:
             self.tell(f"{setting.name}: warm-up, {row.label}")
             with _noting_failure(row), closing(self._make(row)) as reply:
-                _, row.cache_bytes, _ = next(reply)
+                self._read(row, reply)
         one_by_one = self._free() < 2 * sum(row.cache_bytes for row in self.rows)
         if one_by_one:
             notes.append("caches do not fit side by side: steps follow each prefill")
@@ -156,6 +161,7 @@ class Bench:
                 self._take_turns(group)
             last_round = time.monotonic() - start
         gc.unfreeze()
+        self._compare()
         environment = describe_environment(self.model.device) | {
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
@@ -170,7 +176,7 @@ class Bench:
         for row in rows:
             with _noting_failure(row):
                 replies.append((row, self._make(row)))
-                row.prefill_s.append(next(replies[-1][1])[0])
+                row.prefill_s.append(self._read(*replies[-1]))
         for i in range(self.setting.new - 1):
             # A row alone takes all of its steps, as many as the rows of the other turns.
             if i and len(rows) > 1 and time.monotonic() > self.until:
@@ -183,21 +189,45 @@ class Bench:
         for _, reply in replies:
             reply.close()
 
+    def _read(self, row: Row, reply: Any) -> float:
+        """Read a row's prompt and make its warm-up steps; return the prompt's seconds."""
+        seconds, row.cache_bytes, _ = next(reply)
+        for _ in range(self.warm):
+            _, row.cache_bytes, _ = next(reply)
+        return seconds
+
+    def _compare(self) -> None:
+        """Measure each row's distance from the unwrapped model on the texts."""
+        for kind, pairs in self.texts.items():
+            for i, (ids, answer) in enumerate(pairs):
+                self.tell(f"{self.setting.name}: {kind} {i + 1} of {len(pairs)}")
+                full = models.along(models.reply(models.twin(self.model), ids), answer)
+                for row in self.rows:
+                    if row.note or not (row.policy or row.press):
+                        continue
+                    if self.worker is not None and row.press is not None:
+                        tokens = {"prompt": ids[0].tolist(), "answer": answer.tolist()}
+                        found = self.worker.ask("distance", press=row.press, **tokens)
+                    else:
+                        found = models.distance(models.along(self._make(row, ids), answer), full)
+                    row.distances.setdefault(kind, []).append(found)
+
     @comparing()
-    def _make(self, row: Row) -> Generator[tuple[float, int, Any]]:
-        """Return a row's reply as a generator that has not read the prompt yet."""
+    def _make(self, row: Row, ids: Tensor | None = None) -> Generator[tuple[float, int, Any], Any]:
+        """Return a row's reply, to random tokens by default, that has not read the prompt yet."""
         setting, cache = self.setting, None
         if self.worker is not None and row.press is not None:
             request = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
-            return remote_reply(self.worker, row.label, warm=self.warm, **request)
+            return remote_reply(self.worker, row.label, **request)
+        if ids is None:
+            ids = models.make_prompt(self.model, setting.batch, setting.prompt)
         model = models.twin(self.model)
         if row.policy:
             attached = attachment_of(mmkv.wrap(model, row.policy, row.budget, **row.options))
             # `generate` passes the reply's maximal length to its cache too.
-            max_length = setting.prompt + self.warm + setting.new
+            max_length = ids.shape[1] + self.warm + setting.new
             cache = CompressedCache(attached.parts.config, attached.plan, max_length=max_length)
-        ids = models.make_prompt(self.model, setting.batch, setting.prompt)
-        return models.reply(model, ids, self.warm, cache)
+        return models.reply(model, ids, cache)
 
     def _free(self) -> int:
         if self.model.device.type == "cuda":
@@ -278,6 +308,9 @@ class Result:
             "of bound": f"{Ratio.of(bound.step_s, row.step_s).median:.2f}",
             "cache MB": f"{row.cache_bytes / 1e6:,.1f}",
         }
+        for kind, found in row.distances.items():
+            nats, same = (fmean(x) for x in zip(*found, strict=True))
+            cells[f"{kind}, nats / % same"] = f"{nats:.3f} / {100 * same:.0f}"
         if base is row:
             return cells
         slower, faster = Ratio.of(row.prefill_s, base.prefill_s), Ratio.of(base.step_s, row.step_s)

@@ -62,6 +62,10 @@ def bench_command(
         Path | None,
         typer.Option(help="Interpreter with kvpress, of which the nearest presses are timed."),
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder of texts: on ten of them rows are compared with the model."),
+    ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     out: Annotated[Path, typer.Option(help="JSON file; tables go to a .md file beside it.")] = Path(
@@ -107,12 +111,23 @@ def bench_command(
         make_rows(setting, kvpress=False)
         if setting.model.endswith("-random") and setting.model not in SHAPES:
             raise ValueError(f"model {setting.model!r}: expected one of {', '.join(SHAPES)}")
+    samples = dict[str, list[Any]]()
+    if data is not None:
+        if preset or model in SHAPES:
+            raise ValueError(f"--data {data}: models with random weights read no texts")
+        samples = _samples(data, model, prompt)
     settings = [replace(setting, rounds=rounds) for setting in settings]
-    _run(settings, device, dtype, kvpress_python, until, out)
+    _run(settings, device, dtype, kvpress_python, samples, until, out)
 
 
 def _run(
-    settings: list[Setting], device: str, dtype: str, python: Path | None, until: float, out: Path
+    settings: list[Setting],
+    device: str,
+    dtype: str,
+    python: Path | None,
+    samples: dict[str, list[Any]],
+    until: float,
+    out: Path,
 ) -> None:
     """Measure the settings one by one; write the files after each."""
     from mmkv.eval.speed.bench import BOUND, Bench, Result, save
@@ -131,7 +146,8 @@ def _run(
             _warn_beyond(loaded.model, setting.prompt + setting.new)
             now = time.monotonic()
             deadline = now + (until - now) / (len(settings) - i)
-            benchmark = Bench(setting, loaded.model, worker=worker, until=deadline, tell=tell)
+            texts = {task: _encoded(loaded, x, setting.new) for task, x in samples.items()}
+            benchmark = Bench(setting, loaded.model, worker, texts, deadline, tell)
             results.append(benchmark.run())
             save(out, results)
             tell("")
@@ -142,6 +158,28 @@ def _run(
     if user_rows and not any(row.step_s for row in user_rows):
         say(f"nothing could be measured: {user_rows[0].label}: {user_rows[0].note}")
         raise typer.Exit(1)
+
+
+def _samples(data: Path, model: str, tokens: int) -> dict[str, list[Any]]:
+    """Return ten texts that go on, and ten of RULER's in which a number is asked for."""
+    from mmkv.eval.prompts import token_counter
+    from mmkv.eval.suites.registry import load_suite
+
+    request: Any = {"limit": 10, "length": tokens, "count": token_counter(model)}
+    kinds = ("documents", "text"), ("ruler", "niah_single_2")
+    return {task: load_suite(suite, data, tasks=[task], **request) for suite, task in kinds}
+
+
+def _encoded(loaded: Loaded, samples: list[Any], new: int) -> list[tuple[Any, Any]]:
+    """Return prompts, int64 [1, N], and up to `new` tokens of their answers, int64 [R]."""
+    import torch
+
+    from mmkv.eval.prompts import Encoder, encode_samples
+
+    encoder, device = Encoder(loaded.processor), loaded.model.device
+    answers = [torch.tensor(encoder.answer(x)[:new], device=device) for x in samples]
+    prompts = [x["input_ids"] for x in encode_samples(loaded, samples)]
+    return list(zip(prompts, answers, strict=True))
 
 
 def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:

@@ -46,6 +46,7 @@ class Replies:
         self.models = models
         self.model: Any = None
         self.replies: dict[str, Any] = {}
+        self.prompt, self.full = list[int](), None  # the last text, and its full cache's reply
 
     def load(
         self, device: str, dtype: str, threads: int, shape: Any = None, path: str = ""
@@ -66,9 +67,9 @@ class Replies:
         versions: dict[str, Any] = dict.fromkeys(("kvpress", "transformers", "torch"))
         return versions | {x.name: x.version for x in distributions() if x.name in versions}
 
-    def open(self, label: str, **options: Any) -> tuple[float, int]:
-        """Read a prompt; return its seconds, and the cache's bytes after it."""
-        self.replies[label] = self._reply(**options)
+    def open(self, label: str, press: dict[str, Any], batch: int, prompt: int) -> tuple[float, int]:
+        """Read a random prompt; return its seconds, and the cache's bytes after it."""
+        self.replies[label] = self._reply(press, self.models.make_prompt(self.model, batch, prompt))
         return self.step(label)
 
     def step(self, label: str) -> tuple[float, int]:
@@ -79,13 +80,33 @@ class Replies:
         """Close a reply and free its memory."""
         self.replies.pop(label).close()
 
-    def _reply(self, press: dict[str, Any], batch: int, prompt: int, warm: int) -> Any:
+    def distance(
+        self, press: dict[str, Any], prompt: list[int], answer: list[int]
+    ) -> tuple[float, float]:
+        """Return the distance from the full cache along the answer to a prompt."""
+        import torch
+
+        models, device = self.models, self.model.device
+        ids, tokens = torch.tensor([prompt], device=device), torch.tensor(answer, device=device)
+        if prompt != self.prompt:
+            full = models.along(models.reply(models.twin(self.model), ids), tokens)
+            self.prompt, self.full = prompt, full
+        return models.distance(models.along(self._reply(press, ids), tokens), self.full)
+
+    def _reply(self, press: dict[str, Any], ids: Any) -> Any:
+        import torch
+
         # A twin for each reply, as presses leave state on modules.
         model = self.models.twin(self.model)
         if press.get("eager"):
             model.set_attn_implementation("eager")
-        with _press(press)(model):
-            yield from self.models.reply(model, self.models.make_prompt(model, batch, prompt), warm)
+        reply, start = self.models.reply(model, ids), self.models.now(ids.device)
+        # KVzip reads the prompt again when its context is left, by itself with gradients.
+        with torch.no_grad(), _press(press)(model):
+            _, nbytes, logits = next(reply)
+        sent = yield self.models.now(ids.device) - start, nbytes, logits
+        while True:
+            sent = yield reply.send(sent)
 
 
 def _press(spec: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import Tensor
+from torch.nn.functional import kl_div
 
 from mmkv.calls import CACHE, cache_in
 
@@ -87,52 +88,67 @@ def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
 
 
 def reply(
-    model: Any, ids: Tensor, warm: int = 0, cache: Any = None
-) -> Generator[tuple[float, int, Tensor]]:
-    """Yield after a batch's prompt, and after each greedy decode step, which is made on demand.
+    model: Any, ids: Tensor, cache: Any = None
+) -> Generator[tuple[float, int, Tensor], Tensor | None]:
+    """Yield after a batch's prompt, and after each decode step, which is made on demand.
 
+    A step reads the likeliest tokens, or those that are sent to the generator, int64 [B, 1].
     The device is synchronised only before and after what is timed.
 
     Args:
         ids: int64 [B, N], without padding.
-        warm: decode steps right after the prompt, as warm-up.
         cache: an empty cache; None: the model makes its own.
 
     Yields:
-        seconds to the first token, then of each step; bytes of the cache's storage; the newest
-        tokens, int64 [B, 1].
+        seconds to the first token, then of each step; bytes of the cache's storage; logits of the
+        next tokens, [B, V].
     """
     gc.collect()
     call, token, n_seen = model, ids, 0
 
-    def forward(**inputs: Any) -> float:
+    def forward(**inputs: Any) -> tuple[float, int, Tensor]:
         nonlocal cache, token, n_seen
         n_seen += token.shape[1]
-        start = _now(ids.device)
+        start = now(ids.device)
         with torch.no_grad():
             out = call(input_ids=token, use_cache=True, **{CACHE: cache}, **inputs)
-        cache, token = cache_in(out), out.logits[:, -1:].argmax(-1)
-        return _now(ids.device) - start
+        cache, logits = cache_in(out), out.logits[:, -1]
+        token = logits.argmax(-1, keepdim=True)
+        return now(ids.device) - start, _cache_bytes(cache), logits
 
-    def step() -> float:
-        # Without padding no mask is needed, and checking one would synchronise a GPU.
-        position = torch.full_like(token, n_seen)
-        return forward(attention_mask=None, position_ids=position, return_dict=True)
-
-    prefill = forward(attention_mask=torch.ones_like(ids), logits_to_keep=1)
+    result = forward(attention_mask=torch.ones_like(ids), logits_to_keep=1)
     # `generate` too makes steps by the model's compiled call, if the cache allows one.
     config = copy.deepcopy(model.generation_config)
     config.max_new_tokens = _ANNOUNCED
     if model._valid_auto_compile_criteria({CACHE: cache}, config):
         call = model.get_compiled_call(config.compile_config)
-    for _ in range(warm):
-        step()
-    yield prefill, _cache_bytes(cache), token
     while True:
-        yield step(), _cache_bytes(cache), token
+        sent = yield result
+        token = token if sent is None else sent
+        # Without padding no mask is needed, and checking one would synchronise a GPU.
+        position = torch.full_like(token, n_seen)
+        result = forward(attention_mask=None, position_ids=position, return_dict=True)
 
 
-def _now(device: torch.device) -> float:
+def along(reply: Generator[tuple[float, int, Tensor], Tensor | None], answer: Tensor) -> Tensor:
+    """Return the log-probabilities [R, V] of a reply that reads an answer, int64 [R]."""
+    # Copied at once, as a replayed step overwrites its last logits.
+    rows = [next(reply)[2].float().log_softmax(-1)]
+    rows += [reply.send(x.view(1, 1))[2].float().log_softmax(-1) for x in answer[:-1]]
+    reply.close()
+    return torch.cat(rows)
+
+
+def distance(log_probs: Tensor, full: Tensor) -> tuple[float, float]:
+    """Return the mean divergence from the full cache's distributions, both [R, V], in nats a token,
+    and the share of the same first choices."""
+    nats = kl_div(log_probs, full, reduction="none", log_target=True).sum(-1).clamp(min=0)
+    same = log_probs.argmax(-1) == full.argmax(-1)
+    return nats.mean().item(), same.float().mean().item()
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds, after all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

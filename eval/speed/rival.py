@@ -35,6 +35,8 @@ def nearest_press(policy: Policy, budget: float | int, prompt: int) -> dict[str,
         score = parts.score
         share |= {"n_future_positions": score.positions, "n_sink": score.skip}
         return {"name": "ExpectedAttentionPress", "options": share | {"epsilon": score.epsilon}}
+    if name == "kvzip":
+        return {"name": "KVzipPress", "options": share}
     if name not in ("snapkv", "adakv", "pyramidkv", "ada-pyramidkv"):
         return None
     share |= {"window_size": parts.score.window, "kernel_size": parts.score.kernel_size}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import stat
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmkv
+from helpers.evaluation import WORDS, save_model
 from helpers.marks import cases
 from helpers.recording import tensors_in
 from mmkv.cli import commands
@@ -34,10 +36,10 @@ def model():
     return models.make(TOY, "cpu")
 
 
-def toy_bench(model, worker=None, until=math.inf, **changes):
+def toy_bench(model, worker=None, texts=None, until=math.inf, **changes):
     base = {"prompt": 256, "new": 4, "batch": 2, "rounds": 2, "policies": ("snapkv",)}
     setting = bench.Setting("x", "toy", **(base | changes))
-    return bench.Bench(setting, model, worker=worker, until=until)
+    return bench.Bench(setting, model, worker, texts or {}, until)
 
 
 def row(label="a", policy="p", **values):
@@ -117,6 +119,7 @@ def clocked(model, monkeypatch):
         return fake_reply(log, row.label, now, costs.get(row.label, 0.01))
 
     monkeypatch.setattr(bench.Bench, "_make", make)
+    monkeypatch.setattr(bench, "_WARM_CPU", 0)
     monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
     return lambda **changes: (toy_bench(model, **changes), log, costs)
 
@@ -209,6 +212,31 @@ class TestRows:
         assert found["full"].cache_bytes >= 3 * head * (256 + 6)
         assert not mmkv.is_wrapped(model)
 
+    def test_rows_are_compared_along_answers(self, model):
+        ids, answer = models.make_prompt(model, 1, 96), torch.tensor([5, 200, 9, 9, 31])
+        found = toy_bench(model, rounds=1, texts={"text": [(ids, answer)] * 2}).run()
+        distances = {r.label: r.distances["text"] for r in found.rows if r.policy}
+        assert distances["full"] == [(pytest.approx(0, abs=1e-5), 1)] * 2
+
+        def log_probs():
+            out = model(ids, use_cache=True)
+            rows = [out.logits[0, -1]]
+            for token in answer[:-1]:
+                out = model(token[None, None], past_key_values=out.past_key_values)
+                rows.append(out.logits[0, -1])
+            return torch.stack(rows).log_softmax(-1)
+
+        with torch.no_grad():
+            full = log_probs()
+            with mmkv.wrapped(model, "snapkv", 0.2):
+                mine = log_probs()
+        nats = (full.exp() * (full - mine)).sum(-1).mean()
+        same = (full.argmax(-1) == mine.argmax(-1)).float().mean()
+        assert nats > 1e-3
+        assert distances["snapkv 0.2"] == [(pytest.approx(nats.item(), rel=1e-4), same)] * 2
+        cells = found.cells(found.rows[-1])
+        assert cells["text, nats / % same"] == f"{nats:.3f} / {100 * same:.0f}"
+
     def test_what_cannot_be_done_is_a_note(self, model):
         found = toy_bench(model, policies=("snapkv:window=200",), budgets=(100,), rounds=1).run()
         assert "200 tokens" in found.rows[-1].note
@@ -283,8 +311,9 @@ def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, po
         one = models.twin(model)
         if policy != "none":
             mmkv.wrap(one, policy, 0.6)
-        reply = models.reply(one, models.make_prompt(one, 1, prompt), 2)
-        next(reply)
+        reply = models.reply(one, models.make_prompt(one, 1, prompt))
+        for _ in range(3):
+            next(reply)
         with _Tensors() as counter:
             _, nbytes, _ = next(reply)
         taken.append(counter.nbytes)
@@ -305,14 +334,14 @@ class TestModels:
             mmkv.wrap(one, name, 0.4)
         assert not mmkv.is_wrapped(model)
         made["none"] = model
-        replies = {name: models.reply(one, ids, 1) for name, one in made.items()}
+        replies = {name: models.reply(one, ids) for name, one in made.items()}
         said = {name: [] for name in replies}
-        for _ in range(5):
+        for _ in range(6):
             for name, reply in replies.items():
-                said[name].append(next(reply)[2])
+                said[name].append(next(reply)[2].argmax(-1, keepdim=True))
         for name, one in made.items():
             out = one.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)
-            assert torch.equal(torch.cat(said[name], 1), out[:, -5:]), name
+            assert torch.equal(torch.cat(said[name], 1), out[:, -6:]), name
 
     @cases(
         "name",
@@ -399,6 +428,27 @@ def test_the_table_has_these_columns(capsys, tiny, monkeypatch):
     assert "bench: round 1" in err.splitlines()
 
 
+def test_texts_of_a_folder_are_compared_on(capsys, tmp_path):
+    rng, out = random.Random(0), tmp_path / "x.json"
+    sentences = [" ".join(rng.choices(WORDS, k=9)) + ". The end." for _ in range(300)]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text("\n".join(sentences))
+    words = ("--model", save_model(tmp_path / "model"), "--prompt", 400, "--new", 3, "--batch", 1)
+    words += ("--rounds", 1, "--policies", "snapkv", "--data", tmp_path / "texts", "--out", out)
+    shown, err, code = run_command(capsys, *words, "--device", "cpu")
+    assert (code, "bench: niah_single_2 10 of 10" in err) == (0, True)
+    assert "text, nats / % same" in shown
+    rows = {
+        row["label"]: row["distances"] for row in json.loads(out.read_text())["settings"][0]["rows"]
+    }
+    assert {name: len(pairs) for name, pairs in rows["snapkv 0.2"].items()} == dict.fromkeys(
+        ("text", "niah_single_2"), 10
+    )
+    assert all(nats < 1e-5 and same == 1 for nats, same in rows["full"]["text"])
+    assert all(nats > 1e-5 for nats, _ in rows["snapkv 0.2"]["text"])
+    assert rows[bench.UNWRAPPED] == {}
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -412,6 +462,8 @@ def test_the_table_has_these_columns(capsys, tiny, monkeypatch):
         (("--budgets", ""), "--budgets '' names none"),
         (("--kvpress-python", "/no/such/python"), "/no/such/python"),
         (("--out", f"{__file__}/x.json"), "is a file, not a folder"),
+        (("--data", "/no/such/texts"), "/no/such/texts"),
+        (("--preset", "ci", "--data", "."), "random weights"),
     ],
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, words, part):
@@ -444,11 +496,12 @@ class TestKvpress:
             "n_sink": 2,
             "epsilon": 0.02,
         }
+        assert press("kvzip")["name"] == "KVzipPress"
         assert press("full") is press("xkv") is press("condense") is None
 
     @pytest.mark.slow
     def test_its_steps_alternate_with_ours(self, model, tmp_path, monkeypatch):
-        """The real worker, with a stand-in for the library, which evicts nothing."""
+        """The real worker, with a stand-in for the library, which hides values after the prompt."""
         (tmp_path / "kvpress.py").write_text(
             textwrap.dedent("""
             from contextlib import contextmanager
@@ -463,7 +516,12 @@ class TestKvpress:
                 @contextmanager
                 def __call__(self, model):
                     print("libraries may print")
-                    yield
+                    caches = []
+                    see = lambda module, args, out: caches.append(out.past_key_values)
+                    with model.register_forward_hook(see):
+                        yield
+                    for layer in caches[0].layers:  # KVzip compresses after the prompt too
+                        layer.values[:, :, 1:-1] = 0
             """)
         )
         # mmkv is not installed where kvpress is.
@@ -476,11 +534,13 @@ class TestKvpress:
         with closing(rival.Worker(sys.executable)) as worker:
             worker.load("toy", model)
             assert worker.versions["torch"] == version("torch")
-            found = toy_bench(model, worker=worker, policies=("snapkv", "adakv")).run()
+            texts = {"text": [(models.make_prompt(model, 1, 96), torch.tensor([5, 9, 31]))]}
+            found = toy_bench(model, worker, texts, policies=("snapkv", "adakv")).run()
         by_label = {r.label: r for r in found.rows}
         measured = by_label["kvpress SnapKVPress 0.2"]
         assert (len(measured.prefill_s), len(measured.step_s)) == (2, 6)
         assert measured.cache_bytes == by_label[bench.UNWRAPPED].cache_bytes
+        assert measured.distances["text"][0][0] > 1e-3
         assert "AdaKVPress" in by_label["kvpress AdaKVPress(SnapKVPress) 0.2"].note
 
     @pytest.mark.parametrize(
