@@ -9,17 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mmkv.options import (
-    BudgetOption,
-    DeviceOption,
-    DtypeOption,
-    KvDtypeOption,
-    ModelOption,
-    PairsOption,
-    PluginOption,
-    PolicyName,
-    ProfileOption,
-)
+from mmkv import options as cli_options
 from mmkv.terminal import bind, say, show_errors, wait_asleep
 
 _CONFIG_BYTES = 2**20  # most bytes of a file of options
@@ -71,15 +61,15 @@ def _from_file(context: typer.Context, path: Path | None) -> None:
 
 @show_errors
 def serve(
-    model: ModelOption = "builtin",
-    policy: PolicyName = "condense",
-    budget: BudgetOption = None,
-    option: PairsOption = None,
-    plugin: PluginOption = None,
-    profile: ProfileOption = None,
-    kv_dtype: KvDtypeOption = None,
-    device: DeviceOption = "auto",
-    dtype: DtypeOption = "auto",
+    model: cli_options.ModelOption = "builtin",
+    policy: cli_options.PolicyName = "condense",
+    budget: cli_options.BudgetOption = None,
+    option: cli_options.PairsOption = None,
+    plugin: cli_options.PluginOption = None,
+    profile: cli_options.ProfileOption = None,
+    kv_dtype: cli_options.KvDtypeOption = None,
+    device: cli_options.DeviceOption = "auto",
+    dtype: cli_options.DtypeOption = "auto",
     cache_memory: Annotated[
         str | None,
         typer.Option(
@@ -212,7 +202,7 @@ def serve(
             ignore_unknown=ignore_unknown,
             timeout=timeout or None,
         )
-        address = f"[{host}]" if ":" in host.strip("[]") else host
+        address = f"[{host.strip('[]')}]" if ":" in host else host
         url = f"http://{address}:{listening.getsockname()[1]}/v1"
         ready = f"{model_name} is served at {url} (Ctrl-C ends it)"
         server.run(app, listening, grace=grace, ready=lambda: print(ready, flush=True))

@@ -126,10 +126,8 @@ class _Compression(Body):
 
 def _stop_texts(stop: Any) -> Any:
     """Return the stop texts as a list, without nulls."""
-    if isinstance(stop, str) or stop is None:
-        stop = [stop]
-    texts = [x for x in stop if x is not None] if isinstance(stop, list) else stop
-    if texts and "" in texts:
+    texts = [x for x in (stop if isinstance(stop, list) else [stop]) if x is not None]
+    if "" in texts:
         raise RequestError("stop: an empty text would end every answer", param="stop")
     return texts
 
