@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -24,14 +24,9 @@ from mmkv.loading.smollm2_vision import ORDINALS
 Kind = Literal["shape", "word", "number"]
 Point = tuple[float, float]
 
-COLORS: dict[str, tuple[int, int, int]] = {
-    **{
-        name: scenes.COLORS[name] for name in ("red", "orange", "yellow", "green", "blue", "purple")
-    },
-    "pink": (250, 150, 190),
-    "brown": (120, 75, 40),
-    **{name: scenes.COLORS[name] for name in ("black", "white")},
-}
+_BASE = list(scenes.COLORS.items())
+_MORE = [("pink", (250, 150, 190)), ("brown", (120, 75, 40))]
+COLORS = dict([*_BASE[:6], *_MORE, *_BASE[6:]])  # seeds draw from them in this order
 SIZES = {"small": (0.36, 0.48), "large": (0.74, 0.9)}  # shares of a cell
 _WORDS = (
     "apple arm baby back ball bank bath bear bed bell bird boat body bone book boot bowl box boy "
@@ -162,12 +157,15 @@ def draw(scene: Scene, size: int = 384) -> Image.Image:
         x, y, r = (left + right) / 2, (top + bottom) / 2, (right - left) / 2
         base = COLORS[thing.color]
         fill = tuple(min(255, max(0, c + t)) for c, t in zip(base, thing.tint, strict=True))
-        if thing.kind == "shape":
-            _DRAWERS[thing.name](canvas, x, y, r, fill)
-        else:
+        if thing.kind != "shape":
             # As wide as the extent, but short words no higher than a third of the cell.
             font = _font(max(8, round(min(_font_size(thing.name) * r, size / 9))))
             canvas.text((x, y), thing.name, fill=fill, font=font, anchor="mm")
+        elif thing.name == "ring":
+            width = max(1, round(0.36 * r))
+            canvas.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=width)
+        else:
+            canvas.polygon([(x + a * r, y + b * r) for a, b in _CORNERS[thing.name]], fill=fill)
     return image
 
 
@@ -191,18 +189,6 @@ def _font_size(text: str) -> float:
     return 2 * 100 / _font(100).getlength(text)
 
 
-Drawer = Callable[["ImageDraw.ImageDraw", float, float, float, Any], None]
-
-
-def _polygon(points: list[Point]) -> Drawer:
-    """Return the drawer of a polygon; corners are in units of the radius around the centre."""
-
-    def draw_polygon(canvas: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: Any) -> None:
-        canvas.polygon([(x + a * r, y + b * r) for a, b in points], fill=fill)
-
-    return draw_polygon
-
-
 def _round(corners: int, radii: tuple[float, ...] = (1.0,), turn: float = -0.25) -> list[Point]:
     polar = [(radii[i % len(radii)], 2 * math.pi * (i / corners + turn)) for i in range(corners)]
     return [(r * math.cos(angle), r * math.sin(angle)) for r, angle in polar]
@@ -223,32 +209,25 @@ def _crescent() -> list[Point]:
     return outer + [(0.4 + 0.72 * x, 0.98 * y) for x, y in reversed(outer)]
 
 
-def _ring(canvas: ImageDraw.ImageDraw, x: float, y: float, r: float, fill: Any) -> None:
-    canvas.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=max(1, round(0.36 * r)))
-
-
-_DRAWERS: dict[str, Drawer] = {
-    "circle": _polygon(_round(60)),
-    "square": _polygon([(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)]),
-    "triangle": _polygon([(0, -1), (1, 0.8), (-1, 0.8)]),
-    "star": _polygon(_round(10, (1.08, 0.45))),
-    "diamond": _polygon([(0, -1), (0.7, 0), (0, 1), (-0.7, 0)]),
-    "cross": _polygon(
-        [
-            *((-0.33, -1), (0.33, -1), (0.33, -0.33), (1, -0.33), (1, 0.33), (0.33, 0.33)),
-            *((0.33, 1), (-0.33, 1), (-0.33, 0.33), (-1, 0.33), (-1, -0.33), (-0.33, -0.33)),
-        ]
-    ),
-    "ring": _ring,
-    "heart": _polygon(_heart()),
-    "hexagon": _polygon(_round(6, turn=0.0)),
-    "crescent": _polygon(_crescent()),
-    "arrow": _polygon(
-        [(-1, -0.3), (0.1, -0.3), (0.1, -0.8), (1, 0), (0.1, 0.8), (0.1, 0.3), (-1, 0.3)]
-    ),
-    "bar": _polygon([(-1, -0.32), (1, -0.32), (1, 0.32), (-1, 0.32)]),
+# Corners of polygons, in units of the radius around the centre.
+_CORNERS: dict[str, list[Point]] = {
+    "circle": _round(60),
+    "square": [(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)],
+    "triangle": [(0, -1), (1, 0.8), (-1, 0.8)],
+    "star": _round(10, (1.08, 0.45)),
+    "diamond": [(0, -1), (0.7, 0), (0, 1), (-0.7, 0)],
+    "cross": [
+        *((-0.33, -1), (0.33, -1), (0.33, -0.33), (1, -0.33), (1, 0.33), (0.33, 0.33)),
+        *((0.33, 1), (-0.33, 1), (-0.33, 0.33), (-1, 0.33), (-1, -0.33), (-0.33, -0.33)),
+    ],
+    "ring": [],  # an outline, see `draw`
+    "heart": _heart(),
+    "hexagon": _round(6, turn=0.0),
+    "crescent": _crescent(),
+    "arrow": [(-1, -0.3), (0.1, -0.3), (0.1, -0.8), (1, 0), (0.1, 0.8), (0.1, 0.3), (-1, 0.3)],
+    "bar": [(-1, -0.32), (1, -0.32), (1, 0.32), (-1, 0.32)],
 }
-SHAPES = tuple(_DRAWERS)
+SHAPES = tuple(_CORNERS)
 _SENTENCE = re.compile(
     r"(?:the (?:word \"\w+\"|number \d+) in|an? (?:small|large)) "
     rf"(?:{'|'.join(COLORS)})(?: (?:{'|'.join(SHAPES)}))? is at the (?:{'|'.join(PLACES)})(?=\.)",

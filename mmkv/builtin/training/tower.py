@@ -11,7 +11,7 @@ it knows. A step costs a hundredth of one with the text model.
 from __future__ import annotations
 
 import random
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,16 +80,17 @@ def spelled(thing: drawings.Object | None, place: str) -> tuple[str, str, str, s
     return name, where, f" {thing.kind} in {thing.color}", name
 
 
+@lru_cache(maxsize=20_000)
+def encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Return a text's tokens, without special ones."""
+    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+
+
 class Speller:
     """Returns the text tokens that a scene's image tokens stand for."""
 
     def __init__(self, tokenizer: Any) -> None:
-        @cache
-        def encode(text: str) -> list[int]:
-            return tokenizer(text, add_special_tokens=False).input_ids
-
-        self.encode = encode
-        self.filler = self.encode(",")[0]
+        self.tokenizer, self.filler = tokenizer, encoded(tokenizer, ",")[0]
 
     def ids(self, scene: drawings.Scene) -> Tensor:
         """Return token ids [144], row by row of the picture."""
@@ -99,7 +100,7 @@ class Speller:
         return rows.view(3, 3, 4, 4).transpose(1, 2).flatten()
 
     def _four(self, text: str) -> list[int]:
-        return [*self.encode(text)[:4], *[self.filler] * 4][:4]
+        return [*encoded(self.tokenizer, text)[:4], *[self.filler] * 4][:4]
 
     def all_ids(self) -> Tensor:
         """Return all tokens that `ids` may contain, ascending."""

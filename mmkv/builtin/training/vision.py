@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmkv.builtin import drawings
-from mmkv.builtin.training.tower import IGNORE, Bf16, arguments, pixels, untrained
+from mmkv.builtin.training.tower import IGNORE, Bf16, arguments, encoded, pixels, untrained
 from mmkv.loading.smollm2_vision import IMAGE_TOKEN, IMAGE_TOKENS, LORA_SCALE
 
 RANK = 16
@@ -57,7 +56,7 @@ class Rows:
         return {**out, "pixel_values": torch.stack(images)} if images else out
 
     def _encode(self, text: str, answered: bool = False) -> list[tuple[int, bool]]:
-        return [(token, answered) for token in _encoded(self.tokenizer, text)]
+        return [(token, answered) for token in encoded(self.tokenizer, text)]
 
     def _turn(self, question: str, answer: str, pictures: int = 0) -> list[tuple[int, bool]]:
         image_text = "".join(
@@ -108,11 +107,6 @@ class Rows:
         head = f"<|im_start|>{_SYSTEM}<|im_end|>\n<|im_start|>user\n{request}\n"
         body = self._encode(head) + self._encode(piece)[: length - 60]
         return body + self._encode("<|im_end|>\n<|im_start|>assistant\n")
-
-
-@lru_cache(maxsize=20_000)
-def _encoded(tokenizer: Any, text: str) -> tuple[int, ...]:
-    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def loss_of(
