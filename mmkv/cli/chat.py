@@ -274,26 +274,22 @@ def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
         knows = KNOWS.get(loaded.name)
         write(screen, HELP + (f"\n({knows}; --model takes another)" if knows else ""), "dim")
     warm(loaded, loaded.model)
-    lines = Lines(Conversation(loaded), settings, screen, *pictures)
+    lines = Lines(Conversation(loaded), settings, screen, tuple(pictures))
     refused = lines.run(typed() if terminal else sys.stdin)
     return 2 if refused and not terminal else 0
 
 
+@dataclasses.dataclass
 class Lines:
     """Reads lines, each of which is a command, or a question about the pictures for both caches.
 
     A terminal shows answers as they grow, a pipe gets the finished ones.
     """
 
-    def __init__(
-        self,
-        conversation: Conversation,
-        settings: Settings,
-        screen: Console,
-        *pictures: Image.Image,
-    ) -> None:
-        self.conversation, self.settings, self.screen = conversation, settings, screen
-        self.pictures = pictures
+    conversation: Conversation
+    settings: Settings
+    screen: Console
+    pictures: tuple[Image.Image, ...] = ()
 
     def run(self, lines: Iterable[str]) -> int:
         """Run until the lines end or /quit; return the number of refused lines."""

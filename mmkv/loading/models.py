@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,10 @@ class Source:
     """Arguments of transformers' `from_pretrained` for a model's name."""
 
     path: str  # a folder or a hub's id
-    gguf_file: str | None = None  # in the folder; None: safetensors
+    # Further arguments, for a config or a tokenizer: `gguf_file`, in the folder; {}: safetensors.
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
     dtype: str = "auto"  # used if the caller's is "auto"
     remedy: str = ""  # advice in the error if it cannot be loaded
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Further arguments, for a config or a tokenizer."""
-        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
 
 def find(name: str, *, convert: bool = True) -> Source:
@@ -66,7 +62,7 @@ def find(name: str, *, convert: bool = True) -> Source:
         raise ValueError(f"cannot load model {name!r}: {error}") from error
     if folder is not None:
         return Source(str(folder), dtype="float32")
-    return Source(str(path.parent), path.name, dtype="float32")
+    return Source(str(path.parent), {"gguf_file": path.name}, dtype="float32")
 
 
 def _packaged() -> Path | None:
@@ -118,8 +114,8 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
     # Large models load, or are downloaded, for minutes: a terminal shows progress.
     bars = sys.stderr.isatty() and name != BUILTIN
     with _one_line_errors(source, f"cannot load model {name!r}", bars=bars):
-        if source.gguf_file is not None:
-            model, tokenizer = gguf_files.read(Path(source.path) / source.gguf_file, **options)
+        if file := source.options.get("gguf_file"):
+            model, tokenizer = gguf_files.read(Path(source.path) / file, **options)
             return model.eval(), tokenizer, False
         _, model_class, reads_pictures = _config_and_class(source)
         reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
@@ -133,7 +129,7 @@ def _one_line_errors(source: Source, prefix: str, *, bars: bool = False) -> Gene
     """Silence transformers, and turn its errors into `ValueError`s that begin with `prefix`."""
     usual = (OSError, ValueError, KeyError, ImportError, SafetensorError)
     # The reader of GGUF raises errors of every type for unknown contents.
-    expected = usual if source.gguf_file is None else (Exception,)
+    expected = (Exception,) if source.options else usual
     try:
         with quiet(bars=bars):
             yield

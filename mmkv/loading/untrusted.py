@@ -33,7 +33,6 @@ def read_picture(
     path: str | os.PathLike[str] | bytes,
     read: Callable[[Image.Image], T],
     *,
-    formats: tuple[str, ...] = FORMATS,
     most_pixels: int = MOST_PIXELS,
     most_bytes: int = MOST_BYTES,
 ) -> T:
@@ -42,7 +41,6 @@ def read_picture(
     Args:
         path: a file, or the content of one.
         read: gets the open picture; its errors are raised as a `PictureError`.
-        formats: names of formats in Pillow.
         most_pixels: bound on the pixels that a header states.
         most_bytes: bound on the size of the file.
     """
@@ -56,14 +54,14 @@ def read_picture(
     if size > most_bytes:
         raise PictureError(f"larger than {most_bytes / 2**20:g} MiB")
     try:
-        with _strictly(), Image.open(source, formats=formats) as picture:
+        with _strictly(), Image.open(source, formats=FORMATS) as picture:
             width, height = picture.size
             if width * height > most_pixels:
                 millions = most_pixels // 10**6
                 raise PictureError(f"{width} x {height} pixels, more than {millions} million")
             return read(picture)
     except UnidentifiedImageError:
-        raise PictureError(f"not a picture in a known format ({', '.join(formats)})") from None
+        raise PictureError(f"not a picture in a known format ({', '.join(FORMATS)})") from None
     except PictureError:
         raise
     except Exception as error:  # decoders raise errors of every type
