@@ -7,16 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmkv.chat import Loaded, adds_special, encode_messages, on_device, split_inputs
+from mmkv.context_texts import left_padded
 from mmkv.loading.models import load_tokenizer
 
-from .samples import DataError, Sample, open_images
+from .samples import DataError, Sample, read_image
 from .suites import files
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Prompt = list[dict[str, Any]]
 _SUMMARIZE = "Summarize the text above in three sentences."
@@ -46,12 +44,13 @@ class Encoder:
     def batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
         """Return the prompts as one left-padded batch of tensors."""
         texts = [self.render(s, self.fit(s)) for s in samples]
-        images = [image for s in samples for image in open_images(s)]
+        pictures = [x for s in samples for x in s.images]
+        images = [read_image(x) if isinstance(x, str | Path) else x for x in pictures]
         if images and self.processor is self.tokenizer:
             raise ValueError(f"sample {samples[0].id}: has pictures, but the model reads none")
         return encode(self.processor, texts, images)
 
-    def apart(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def apart(self, samples: Sequence[Sample]) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """Return contexts and questions as two left-padded batches. A context is what a prompt and
         the same prompt without its question begin with. Raises ValueError if there is none."""
         empty = [replace(s, prompt=_context_of(self.fit(s), s), truncate=False) for s in samples]
@@ -141,17 +140,6 @@ def encode(processor: Any, texts: Sequence[str], images: Sequence[Any]) -> dict[
     return {k: v for k, v in encoded.items() if k != "token_type_ids"}
 
 
-def left_padded(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
-    """Return rows of one sequence each, [1, n], as one batch; masks are 0 at the padding."""
-    from torch.nn.utils.rnn import pad_sequence
-
-    fill = dict.fromkeys(rows[0], 0) | {"input_ids": pad}
-    return {
-        name: pad_sequence([row[name][0] for row in rows], True, fill[name], padding_side="left")
-        for name in rows[0]
-    }
-
-
 def _context_of(prompt: str, sample: Sample) -> str:
     """Return a prompt without its question. Raises ValueError if it does not end with one."""
     if not sample.asked:
@@ -171,14 +159,9 @@ def longest(model: Any) -> int | None:
 
 def token_counter(name: str) -> Callable[[str], int]:
     """Return a function that counts a text's tokens; its first call loads the tokenizer."""
-
-    @cache
-    def tokenizer() -> Any:
-        loaded = load_tokenizer(name)
-        loaded.model_max_length = 10**9  # avoids a warning: no model reads these texts
-        return loaded
-
-    return lambda text: len(tokenizer()(text, add_special_tokens=False)["input_ids"])
+    tokenizer = cache(lambda: load_tokenizer(name))
+    options: Any = {"add_special_tokens": False, "verbose": False}  # no warning on long texts
+    return lambda text: len(tokenizer()(text, **options)["input_ids"])
 
 
 def read_prompts(path: Path) -> list[Prompt]:

@@ -21,7 +21,6 @@ from mmkv.terminal import bar, say
 
 from .measure import COMPARED, Batch, Job, measure
 from .prompts import Encoder, longest
-from .samples import suite_notes
 from .store import Row, Store, describe_environment, digest, file_digests, key_of
 from .variants import FULL, METRICS, Variant, parse_variants
 
@@ -113,7 +112,7 @@ def run(
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "seed": seed,
-        "notes": list(suite_notes(samples)),
+        "notes": list(dict.fromkeys(x.note for x in samples if x.note)),
         **({"replay": True} if replay else {}),
     }
     environment = describe_environment(model.device)

@@ -106,16 +106,6 @@ def qa_fields(text: str, question: str, answers: tuple[str, ...], **others: Any)
     return fields | {"max_new_tokens": 8} | others
 
 
-def suite_notes(samples: Iterable[Sample]) -> tuple[str, ...]:
-    """Return why figures of `samples` do not compare with published ones, each reason once."""
-    return tuple(dict.fromkeys(sample.note for sample in samples if sample.note))
-
-
-def open_images(sample: Sample) -> list[Image.Image]:
-    """Return a sample's pictures as RGB; paths are read. Raises DataError."""
-    return [read_image(i) if isinstance(i, str | Path) else i for i in sample.images]
-
-
 def _picture_digest(image: Any) -> str:
     """Return a hash of a picture's content, "" if there is no such file."""
     from mmkv.digest import of_bytes, of_file

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 # Marks at which a template's text is cut: after earlier messages, and before later ones.
 _START, _END = "<|mmkv start|>", "<|mmkv end|>"
@@ -69,8 +69,8 @@ def encode(
         return _chat(texts, encoder, earlier, ends)
     if earlier.roles if earlier else encoder.chat_template is not None:
         encoded = [_chat([{"role": "user", "content": x}], encoder, earlier, ends) for x in texts]
-        return _padded([encoded_inputs for encoded_inputs, _ in encoded]), encoded[0][1]
-    return _padded([_tokens(encoder, text, begins=earlier is None) for text in texts]), Opened()
+        return left_padded([encoded_inputs for encoded_inputs, _ in encoded]), encoded[0][1]
+    return left_padded([_tokens(encoder, text, begins=earlier is None) for text in texts]), Opened()
 
 
 def _chat(
@@ -171,13 +171,13 @@ def _tokens(
     return processor(text=text, **options)
 
 
-def _padded(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Join rows into one batch, padded on the left."""
+def left_padded(rows: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Mapping[str, Any]:
+    """Join rows of one sequence each, [1, n], into one batch; masks are 0 at the padding."""
     if len(rows) == 1:
         return rows[0]
-    length = max(row["input_ids"].shape[1] for row in rows)
+    fill = dict.fromkeys(rows[0], 0) | {"input_ids": pad_id}
     return {
-        name: torch.cat([pad(x[name], (length - x[name].shape[1], 0)) for x in rows])
+        name: pad_sequence([row[name][0] for row in rows], True, fill[name], padding_side="left")
         for name in rows[0]
     }
 

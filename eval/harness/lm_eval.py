@@ -18,7 +18,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
-from mmkv.eval.prompts import left_padded
+from mmkv.context_texts import left_padded
 from mmkv.eval.variants import plugin_arguments
 from mmkv.forcing import score_answers
 from mmkv.loading import models

@@ -86,7 +86,8 @@ class Sizes:
         for name, x in decoder.named_parameters():
             if ".experts." in name:
                 experts += x.nbytes
-                routed = _experts_per_token(config) / len(x)
+                per_token = getattr(config, "num_experts_per_tok", None) or config.top_k_experts
+                routed = per_token / len(x)
             elif x not in left_out:
                 body += x.nbytes
         head_bytes, itemsize = head.nbytes, next(model.parameters()).element_size()
@@ -94,33 +95,19 @@ class Sizes:
             ids = torch.ones(1, 2, dtype=torch.long)
             # Experts are only multiplied in bfloat16.
             outputs = decoder.to(torch.bfloat16)(input_ids=ids, use_cache=True)
-        kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
-        windows = {
-            "sliding_attention": getattr(config, "sliding_window", None) or 0,
-            "chunked_attention": getattr(config, "attention_chunk_size", None) or 0,
-        }
         layers: list[Layer] = []
-        for kind, layer in zip(kinds, cache_in(outputs).layers, strict=False):
+        for layer in cache_in(outputs).layers:
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is not None and values is not None:
                 pair, width = keys.shape[1] * (keys.shape[3] + values.shape[3]), keys.shape[3]
                 queried = config.num_attention_heads * width
-                layers.append(Layer(pair, queried, width, windows.get(kind, 0)))
+                layers.append(Layer(pair, queried, width, getattr(layer, "sliding_window", 0)))
         hidden = 4 * config.hidden_size + 2 * (getattr(config, "intermediate_size", 0) or 0)
         return cls(weights, body, head_bytes, experts, routed, layers, hidden, itemsize)
-
-    @property
-    def active(self) -> float:
-        """Bytes of the weights that a token passes, but for the output head."""
-        return self.body + self.routed * self.experts
 
     def read(self, tokens: int) -> float:
         """Return the bytes of weights that so many tokens pass, routed evenly, in one forward."""
         return self.body + self.head + self.experts * (1 - (1 - self.routed) ** tokens)
-
-
-def _experts_per_token(config: Any) -> int:
-    return getattr(config, "num_experts_per_tok", None) or config.top_k_experts
 
 
 class Load(NamedTuple):
@@ -241,7 +228,9 @@ def plan(
         scored_pairs = min(policy.score.chunk, load.prompt) * load.prompt
     spans = [(x.queried, min(causal, (x.window or causal) * load.prompt)) for x in sizes.layers]
     pairs = 2 * sum(map(math.prod, spans)) + sum(x.queried for x in full) * scored_pairs
-    active, head = sizes.active / itemsize, sizes.head / itemsize
+    # Weights that a token passes, but for the output head.
+    active = (sizes.body + sizes.routed * sizes.experts) / itemsize
+    head = sizes.head / itemsize
     flops = 2 * load.batch * (active * load.prompt + head + pairs)
     step_s = (sizes.read(load.batch) + load.batch * fmean(caches)) / card.bandwidth
     free_memory = _USABLE * card.memory - sizes.weights

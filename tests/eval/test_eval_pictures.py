@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmkv.eval.samples import DataError, open_images, suite_notes
+from mmkv.eval.samples import DataError, read_image
 from mmkv.eval.suites import files
 from mmkv.eval.suites.registry import load_suite
 
@@ -44,8 +44,8 @@ def test_description_reads_the_published_list(folder):
     assert (first.id, first.prompt, first.answers) == ("7", "Describe it.", ("A red plane.",))
     assert other.prompt == "What is here?"
     assert not first.note
-    assert suite_notes([first, other]) == ()
-    assert [image.size for image in open_images(other)] == [(8, 6)]
+    assert first.note == other.note == ""
+    assert [read_image(x).size for x in other.images] == [(8, 6)]
     assert load_suite("description", folder, limit=1) == [first]
 
 

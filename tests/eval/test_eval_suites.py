@@ -10,7 +10,7 @@ from helpers.evaluation import make_tokenizer
 from mmkv.chat import Loaded
 from mmkv.cli import commands
 from mmkv.eval.prompts import Encoder
-from mmkv.eval.samples import DataError, Sample, suite_notes
+from mmkv.eval.samples import DataError, Sample
 from mmkv.eval.suites import files, longbench, registry
 from mmkv.eval.suites.registry import load_suite
 
@@ -54,7 +54,7 @@ def test_longbench_without_its_prompts_says_that_it_does_not_compare(tmp_path):
     write_lines(tmp_path / "qasper.jsonl", longbench_entry())
     (sample,) = load_suite("longbench", tmp_path / "qasper.jsonl")
     assert sample.note
-    assert suite_notes([sample]) == (longbench.OWN_WORDING,)
+    assert sample.note == longbench.OWN_WORDING
     assert "Who?" in sample.prompt
     write(tmp_path / longbench.PROMPTS_FILE, {"qasper": "{context} {input}"})
     assert load_suite("longbench", tmp_path)[0].note  # its lengths are still missing
