@@ -265,45 +265,30 @@ class PromptKV:
 
     def _inputs(self, new: LayerInputs) -> LayerInputs:
         """Return a layer's inputs with the queries of earlier chunks, and masks over all tokens."""
+        tail, mask = self.tail, new.mask
+        q, U = new.query.shape[2], self.keys.shape[2]
+        present = (self.positions >= 0)[:, :, None]  # [B, 1 or H, 1, U]
+        if mask is not None:
+            among = mask.to(present.device).expand(-1, present.shape[1], -1, -1)
+            mask = torch.cat([present[..., : U - q].expand(-1, -1, q, -1), among], dim=-1)
+        if tail.query is None:
+            return replace(new, mask=mask)
+        if mask is not None or tail.mask is not None:
+            places = torch.arange(U, device=present.device)
+
+            def causal(last: int, n: int) -> Tensor:
+                until = torch.arange(last - n, last, device=present.device)
+                return present & (places <= until[:, None])
+
+            tail_mask = causal(U - q, tail.query.shape[2]) if tail.mask is None else tail.mask
+            tail_mask = pad(tail_mask, (0, U - tail_mask.shape[-1]))
+            masks = tail_mask, causal(U, q) if mask is None else mask
+            heads = max(x.shape[1] for x in masks)
+            mask = torch.cat([x.expand(-1, heads, -1, -1) for x in masks], dim=2)
         rotary = new.rotary
-        query, mask = self._with_tail(new.query, self._mask(new.query.shape[2], new.mask))
-        if rotary is not None and self.tail.rotary is not None:
-            rotary = self.tail.rotary.followed_by(rotary)
-        return replace(new, query=query, mask=mask, rotary=rotary)
-
-    def _mask(self, q: int, among: Tensor | None) -> Tensor | None:
-        """Return which keys the last q tokens see, bool [B, 1 or H, q, U]; None: causal."""
-        if among is None:
-            return None
-        old = self.positions.shape[-1] - q
-        earlier = (self.positions[:, :, None, :old] >= 0).expand(-1, -1, q, -1)
-        among = among.to(earlier.device).expand(-1, earlier.shape[1], -1, -1)
-        return torch.cat([earlier, among], dim=-1)
-
-    def _with_tail(self, query: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the queries of earlier chunks and the new ones, and the mask of all of them."""
-        tail = self.tail.query
-        if tail is None:
-            return query, mask
-        queries = torch.cat([tail, query], dim=2)
-        if mask is None and self.tail.mask is None:
-            return queries, None
-        q, w, U = query.shape[2], tail.shape[2], self.keys.shape[2]
-        present = (self.positions >= 0)[:, :, None]
-        places = torch.arange(U, device=present.device)
-
-        def causal(last: int, n: int) -> Tensor:
-            until = torch.arange(last - n, last, device=present.device)
-            return present & (places <= until[:, None])
-
-        tail_mask = self.tail.mask
-        if tail_mask is None:
-            tail_mask = causal(U - q, w)
-        tail_mask = pad(tail_mask, (0, U - tail_mask.shape[-1]))
-        new_mask = causal(U, q) if mask is None else mask
-        heads = max(tail_mask.shape[1], new_mask.shape[1])
-        masks = [x.expand(-1, heads, -1, -1) for x in (tail_mask, new_mask)]
-        return queries, torch.cat(masks, dim=2)
+        if rotary is not None and tail.rotary is not None:
+            rotary = tail.rotary.followed_by(rotary)
+        return replace(new, query=torch.cat([tail.query, new.query], 2), mask=mask, rotary=rotary)
 
 
 def by_age(
