@@ -117,33 +117,21 @@ class PromptKV:
 
     def masked(self, valid: Tensor) -> PromptKV:
         """Remove the tokens for which `valid`, bool [B, T] by position, is False."""
-        B, P, U = self.positions.shape
+        B, P, _ = self.positions.shape
         visible = valid.to(self.positions.device)[:, None].expand(B, P, -1)
         is_kept = visible.gather(-1, self.positions.clamp(min=0)) & (self.positions >= 0)
+        positions = self.positions.masked_fill(~is_kept, -1)
         # Move the remaining tokens to the end, in order of position; cut off the empty columns.
-        order = (self.positions.masked_fill(~is_kept, -1)).argsort(dim=-1, stable=True)
         start = int((~is_kept).sum(-1).min())
-        order = order[..., start:]
+        order = positions.argsort(dim=-1, stable=True)[..., start:]
 
         def by_age(x: Tensor) -> Tensor:
-            at = order.expand(B, x.shape[1], -1)
-            return x.gather(2, at if x.ndim == 3 else at[..., None].expand(-1, -1, -1, x.shape[3]))
+            return torch.take_along_dim(x, order if x.ndim == 3 else order[..., None], dim=2)
 
-        positions = by_age(self.positions.masked_fill(~is_kept, -1))
-        scores = self.scores
-        if scores is not None:
-            scores = scores.expand(B, max(P, scores.shape[1]), U)
-            scores = by_age(scores.masked_fill(~is_kept, 0.0))
-        return PromptKV(
-            by_age(self.keys),
-            by_age(self.values),
-            positions,
-            scores,
-            weights=None if self.weights is None else by_age(self.weights),
-            bias=None if self.bias is None else by_age(self.bias),
-            group_index=self.group_index,
-            evicted=self.evicted,
-        )
+        names = ("keys", "values", "scores", "weights", "bias")
+        present = {name: x for name in names if (x := getattr(self, name)) is not None}
+        moved = {name: by_age(x) for name, x in present.items()}
+        return replace(self, positions=by_age(positions), **moved)
 
     def select_rows(self, batch: Tensor) -> PromptKV:
         """Return the rows `batch`, which may repeat, in new storage."""
