@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.padded_blocks import PaddedBlock
-from mmkv.cache.prompt_kv import PromptKV, Tail, by_age, token_numbers
+from mmkv.cache.prompt_kv import PromptKV, Tail, token_numbers
 from mmkv.layer_inputs import Rotary
 
 
@@ -49,7 +49,35 @@ class KeptKV:
 
     def dense(self) -> PromptKV:
         """Return all kept pairs as one rectangle in new storage, in order of position."""
-        return PromptKV.from_blocks(self.blocks, self.batch, self.heads, self.group_index)
+        positions, order = self._joined("held", -1).long().sort(dim=-1)
+        start, group_index = int((positions < 0).sum(-1).min()), self.group_index
+
+        def by_age(name: str) -> Tensor:
+            x = self._joined(name, 0)
+            at = order[:, start:] if x.ndim == 2 else order[:, start:, None]
+            return torch.take_along_dim(x, at, dim=1).unflatten(0, (self.batch, self.heads))
+
+        positions = positions[:, start:].unflatten(0, (self.batch, self.heads))
+        scores = bias = weights = None
+        if self.blocks[0].mass is not None:
+            scores = by_age("mass").masked_fill(positions < 0, 0.0)
+        if self.blocks[0].log_weights is not None:
+            bias = by_age("log_weights")
+        if group_index is not None:
+            weights = token_numbers(positions, group_index)
+        pairs = by_age("keys"), by_age("values")
+        more: Any = {"weights": weights, "bias": bias, "group_index": group_index}
+        return PromptKV(*pairs, positions, scores, **more, evicted=True)
+
+    def _joined(self, name: str, fill: float) -> Tensor:
+        """Join an attribute [R, S, ...] of the blocks in one tensor [B * H, U, ...]."""
+        like = getattr(self.blocks[0], name)
+        shape = self.batch * self.heads, max(b.positions.shape[1] for b in self.blocks)
+        out = torch.full((*shape, *like.shape[2:]), fill, dtype=like.dtype, device=like.device)
+        for block in self.blocks:
+            stored: Tensor = getattr(block, name)[:, :]  # in 8 or 4 bits: read
+            out[block.rows, : stored.shape[1]] = stored
+        return out
 
     def kept(self) -> Tensor:
         """Return original positions kept, int64 [B, H, n], ascending, -1 as filler at the end.
@@ -59,7 +87,10 @@ class KeptKV:
         positions, weights = self._positions()
         if weights is not None:
             positions = positions.masked_fill(weights > 1, -1)
-        return _ascending(positions)
+        largest = torch.iinfo(torch.int64).max
+        ordered = positions.masked_fill(positions < 0, largest).sort(dim=-1).values
+        longest = int((positions >= 0).sum(-1).max()) if ordered.numel() else 0
+        return ordered.masked_fill(ordered == largest, -1)[..., :longest]
 
     def counts(self, end: int | None = None) -> Tensor:
         """Count the kept pairs [B, H], groups included; with `end`, only of positions before it."""
@@ -69,7 +100,7 @@ class KeptKV:
 
     def _positions(self) -> tuple[Tensor, Tensor | None]:
         """Return the positions [B, H, U] of all pairs, and how many tokens each stands for."""
-        positions, _ = by_age(self.blocks, self.batch, self.heads)
+        positions = self._joined("held", -1).long().unflatten(0, (self.batch, self.heads))
         if self.group_index is None:
             return positions, None
         return positions, token_numbers(positions, self.group_index)
@@ -80,29 +111,29 @@ class KeptKV:
         if sizes is None or self.group_index is None:
             no_groups = positions.new_full((self.batch, self.heads, seen), -1)
             return no_groups[..., :0], no_groups
-        is_group = sizes > 1
-        leaders = _ascending(positions.masked_fill(~is_group, -1))
-        n, largest = leaders.shape[-1], torch.iinfo(torch.int64).max
-        group_index = pad(self.group_index.long(), (0, seen - self.group_index.shape[-1]), value=-1)
-        sort_keys = leaders.masked_fill(leaders < 0, largest)
-        group = torch.searchsorted(sort_keys, group_index).clamp(max=max(0, n - 1))
-        is_grouped = torch.zeros_like(group_index, dtype=torch.bool)
-        if n:
-            is_grouped = (group_index >= 0) & (sort_keys.gather(-1, group) == group_index)
-        order = positions.masked_fill(~is_group, largest).argsort(dim=-1)[..., :n]
-        weights = sizes.masked_fill(~is_group, 0).gather(-1, order).long()
-        return weights, group.masked_fill(~is_grouped, -1)
+        # Which tokens lead a group, and which group that is.
+        leads = torch.zeros(self.batch, self.heads, seen + 1, device=positions.device).bool()
+        leads = leads.scatter_(-1, positions.masked_fill(sizes < 2, seen), True)[..., :seen]
+        number, leader = leads.cumsum(-1) - 1, self.group_index.long()
+        leader = pad(leader, (0, seen - leader.shape[-1]), value=-1)
+        is_grouped = (leader >= 0) & leads.gather(-1, leader.clamp(min=0))
+        group = number.gather(-1, leader.clamp(min=0)).masked_fill(~is_grouped, -1)
+        n = int(number.max()) + 1
+        weights = group.new_zeros(self.batch, self.heads, n + 1)
+        weights.scatter_add_(-1, group.masked_fill(~is_grouped, n), is_grouped.long())
+        return weights[..., :n], group
 
     def shares(self, seen: int) -> Tensor:
         """Return the share of a pair of each of `seen` tokens, see `CacheState.shares`."""
-        kept = self.kept()
-        shares = torch.zeros(self.batch, self.heads, seen + 1, device=kept.device)
-        shares.scatter_(-1, kept.masked_fill(kept < 0, seen), 1.0)
-        weights, group = self.groups(seen)
-        if weights.shape[-1]:
-            share = 1 / weights.gather(-1, group.clamp(min=0)).clamp(min=1)
-            shares[..., :seen] += share.masked_fill(group < 0, 0.0)
-        return shares[..., :seen]
+        positions, sizes = self._positions()
+        share = torch.ones(positions.shape, device=positions.device) if sizes is None else 1 / sizes
+        shares = torch.zeros(self.batch, self.heads, seen + 1, device=positions.device)
+        shares = shares.scatter_(-1, positions.masked_fill(positions < 0, seen), share)[..., :seen]
+        if self.group_index is None:
+            return shares
+        leader = self.group_index.long()
+        leader = pad(leader, (0, seen - leader.shape[-1]), value=-1)
+        return torch.where(leader < 0, shares, shares.gather(-1, leader.clamp(min=0)))
 
     def attend(
         self,
@@ -187,14 +218,6 @@ class KeptKV:
             None if all_slices else index.to(device, non_blocking=True),
             None if is_sorted else inverse.to(device, non_blocking=True),
         )
-
-
-def _ascending(positions: Tensor) -> Tensor:
-    """Sort positions [B, H, n], -1 at the end, and cut off the columns that are all -1."""
-    largest = torch.iinfo(torch.int64).max
-    ordered = positions.masked_fill(positions < 0, largest).sort(dim=-1).values
-    longest = int((positions >= 0).sum(-1).max()) if ordered.numel() else 0
-    return ordered.masked_fill(ordered == largest, -1)[..., :longest]
 
 
 class CompressedLayer(CacheLayerMixin):

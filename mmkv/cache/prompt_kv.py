@@ -89,26 +89,6 @@ class PromptKV:
     readers: ReferenceQueries | None = None
     evicted: bool = False
 
-    @classmethod
-    def from_blocks(
-        cls, blocks: Sequence[Any], batch: int, heads: int, group_index: Tensor | None
-    ) -> PromptKV:
-        """Return the pairs of a layer's blocks, sorted by position, in new tensors."""
-        names = ("keys", "values", "mass", "log_weights")
-        positions, (keys, values, mass, bias) = by_age(blocks, batch, heads, *names)
-        assert keys is not None
-        assert values is not None
-        return cls(
-            keys,
-            values,
-            positions,
-            None if mass is None else mass.masked_fill(positions < 0, 0.0),
-            weights=None if group_index is None else token_numbers(positions, group_index),
-            bias=bias,
-            group_index=group_index,
-            evicted=True,
-        )
-
     @property
     def nbytes(self) -> int:
         """Bytes of the storages of keys and values."""
@@ -277,39 +257,6 @@ class PromptKV:
         if rotary is not None and tail.rotary is not None:
             rotary = tail.rotary.followed_by(rotary)
         return replace(new, query=torch.cat([tail.query, new.query], 2), mask=mask, rotary=rotary)
-
-
-def by_age(
-    blocks: Sequence[Any], batch: int, heads: int, *names: str
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Join attributes of a layer's blocks, sorted by position, in new tensors.
-
-    Returns:
-        positions: int64 [B, H, U], ascending, first -1 where there is no token.
-        attributes: each of `names`, [B, H, U] or [B, H, U, D]; None if the blocks have None.
-    """
-    R, width = batch * heads, max(b.positions.shape[1] for b in blocks)
-
-    def gathered(name: str, fill: float) -> Tensor:
-        first = getattr(blocks[0], name)
-        out = torch.full((R, width, *first.shape[2:]), fill, dtype=first.dtype, device=first.device)
-        for block in blocks:
-            stored: Tensor = getattr(block, name)[:, :]  # in 8 or 4 bits: read
-            out[block.rows, : stored.shape[1]] = stored
-        return out
-
-    positions, order = gathered("held", -1).long().sort(dim=-1)
-    start = int((positions < 0).sum(-1).min())
-    order, positions = order[:, start:], positions[:, start:]
-
-    def sorted_by_position(name: str) -> Tensor | None:
-        if getattr(blocks[0], name) is None:
-            return None
-        values = gathered(name, 0)
-        index = order if values.ndim == 2 else order[..., None].expand(-1, -1, values.shape[-1])
-        return values.gather(1, index).unflatten(0, (batch, heads))
-
-    return positions.unflatten(0, (batch, heads)), [sorted_by_position(name) for name in names]
 
 
 def token_numbers(positions: Tensor, group_index: Tensor) -> Tensor:
