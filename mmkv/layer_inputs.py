@@ -6,7 +6,7 @@ Shape letters as in `mmkv.scores`. Derived values are computed only if a score r
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +72,7 @@ class Rotary:
 
     def rows(self, at: Tensor) -> Rotary:
         """Return the embedding of some rows of the batch."""
-        return replace(self, cos=self.cos[at], sin=self.sin[at])
+        return replace(self, cos=rows_of(self.cos, at), sin=rows_of(self.sin, at))
 
     def of_tokens(self, at: Tensor) -> Rotary:
         """Return the embedding of some of the tokens, int64 [B, n]."""
@@ -106,6 +106,17 @@ class Rotary:
         old_cos, old_sin = self.cos[:, -1:].float(), self.sin[:, -1:].float()
         cos, sin = old_cos * cos - old_sin * sin, old_sin * cos + old_cos * sin
         return Turn(cos, sin, self.interleaved)
+
+
+def rows_of(x: Any, at: Tensor) -> Any:
+    """Return the rows `at` of a tensor, or of each one that a dataclass holds, in new storage."""
+    if isinstance(x, Tensor):
+        return x[at.to(x.device)]
+    if isinstance(x, Rotary):  # its frequencies are those of all rows
+        return x.rows(at)
+    if not is_dataclass(x) or isinstance(x, type):
+        return x
+    return replace(x, **{f.name: rows_of(getattr(x, f.name), at) for f in fields(x)})
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -219,14 +230,7 @@ class LayerInputs:
 
     def rows(self, at: Tensor) -> LayerInputs:
         """Return some rows of the batch."""
-        selected: dict[str, Any] = {}
-        for name in (f.name for f in fields(self)):
-            x = getattr(self, name)
-            if isinstance(x, Tensor):
-                selected[name] = x[at]
-            elif isinstance(x, Rotary):
-                selected[name] = x.rows(at)
-        return replace(self, **selected)
+        return rows_of(self, at)
 
     def by_head(self, valid: Tensor, image: Tensor) -> LayerInputs:
         """Return each key-value head as a row, with its own `valid` and `image` [B, H, N]."""

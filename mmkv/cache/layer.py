@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.prompt_kv import PromptKV, Tail, token_numbers
-from mmkv.layer_inputs import Rotary
+from mmkv.layer_inputs import Rotary, rows_of
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class KeptKV:
             no_groups = positions.new_full((self.batch, self.heads, seen), -1)
             return no_groups[..., :0], no_groups
         # Which tokens lead a group, and which group that is.
-        leads = torch.zeros(self.batch, self.heads, seen + 1, device=positions.device).bool()
+        leads = positions.new_zeros(self.batch, self.heads, seen + 1, dtype=torch.bool)
         leads = leads.scatter_(-1, positions.masked_fill(sizes < 2, seen), True)[..., :seen]
         number, leader = leads.cumsum(-1) - 1, self.group_index.long()
         leader = pad(leader, (0, seen - leader.shape[-1]), value=-1)
@@ -187,24 +187,18 @@ class KeptKV:
         old_rows = (sequences[:, None] * self.heads + np.arange(self.heads)).reshape(-1)
         blocks = []
         for block in self.blocks:
-            n_rows = self.batch * self.heads
-            block_rows = np.full(n_rows, -1)
-            block_rows[block.row_numbers] = np.arange(len(block.positions))
-            new_rows = np.flatnonzero(block_rows[old_rows] >= 0)
+            new_rows = np.flatnonzero(np.isin(old_rows, block.row_numbers))
             if len(new_rows):
-                blocks.append(block.select(block_rows[old_rows[new_rows]], new_rows))
-
-        def selected(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[batch.to(x.device)]
-
+                chosen = np.searchsorted(block.row_numbers, old_rows[new_rows])
+                blocks.append(block.select(chosen, new_rows))
         return replace(
             self,
             blocks=blocks,
             batch=len(sequences),
             sizes=[self.sizes[int(b)] for b in sequences],
-            retained=selected(self.retained),
-            error=selected(self.error),
-            group_index=selected(self.group_index),
+            retained=rows_of(self.retained, batch),
+            error=rows_of(self.error, batch),
+            group_index=rows_of(self.group_index, batch),
         )
 
     @cached_property
@@ -306,10 +300,9 @@ class CompressedLayer(CacheLayerMixin):
         """Keep the rows `batch`, which may repeat."""
         if self.state is not None:
             self.state = self.state.select_rows(batch)
-        self.tail = self.tail.select_rows(batch)
-        for i, (query, rotary) in enumerate(self.reply_queries):
-            rows = batch.to(query.device)
-            self.reply_queries[i] = query[rows], None if rotary is None else rotary.rows(rows)
+        self.tail = rows_of(self.tail, batch)
+        replies = self.reply_queries
+        self.reply_queries = [(rows_of(x, batch), rows_of(rotary, batch)) for x, rotary in replies]
 
     @property
     def blocks(self) -> Sequence[PaddedBlock] | None:

@@ -4,8 +4,7 @@ earlier turns followed by a new turn."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from mmkv.cache import selection
 from mmkv.cache.padded_blocks import attend
 from mmkv.cache.rerotate import reposition
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.layer_inputs import LayerInputs, Rotary
+from mmkv.layer_inputs import LayerInputs, Rotary, rows_of
 from mmkv.merge.weights import ReferenceQueries
 from mmkv.policy import Policy
 from mmkv.scores.attention import tile
@@ -31,15 +30,6 @@ class Tail:
     query: Tensor | None = None  # [B, Hq, w, D]
     mask: Tensor | None = None  # bool [B, 1 or H, w, U], which keys they see; None: causal
     rotary: Rotary | None = None  # of these queries, if the score needs it
-
-    def select_rows(self, batch: Tensor) -> Tail:
-        """Return the rows `batch`, which may repeat."""
-        if self.query is None:
-            return self
-        batch = batch.to(self.query.device)
-        mask = None if self.mask is None else self.mask[batch]
-        rotary = None if self.rotary is None else self.rotary.rows(batch)
-        return Tail(self.query[batch], mask, rotary)
 
     def by_age(self, positions: Tensor) -> Tail:
         """Sort the columns of the mask by `positions` [B, 1 or H, U]."""
@@ -115,13 +105,7 @@ class PromptKV:
 
     def select_rows(self, batch: Tensor) -> PromptKV:
         """Return the rows `batch`, which may repeat, in new storage."""
-
-        def rows(x: Any) -> Any:
-            if isinstance(x, Tail | ReferenceQueries):
-                return x.select_rows(batch)
-            return x[batch.to(x.device)] if isinstance(x, Tensor) else x
-
-        return PromptKV(**{f.name: rows(getattr(self, f.name)) for f in fields(self)})
+        return rows_of(self, batch)
 
     def extended(self, key: Tensor, value: Tensor, positions: Tensor) -> PromptKV:
         """Append the pairs [B, H, q, D] of new tokens at `positions` [B, 1, q]."""

@@ -17,6 +17,7 @@ from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.token_masks import TokenMasks
+from mmkv.layer_inputs import rows_of
 from mmkv.report import CacheReport
 
 
@@ -187,10 +188,7 @@ class CacheState(Cache):
                 layer.reorder_cache(cast(torch.LongTensor, batch))
         if self.prompt is not None:
             self.prompt = self.prompt.rows(batch)
-        if self.rope_deltas is not None:
-            self.rope_deltas = self.rope_deltas[batch.to(self.rope_deltas.device)]
-        if self.ids is not None:
-            self.ids = self.ids[batch.to(self.ids.device)]
+        self.rope_deltas, self.ids = rows_of(self.rope_deltas, batch), rows_of(self.ids, batch)
         self.phase.select_rows(batch)
 
     def reset(self) -> None:

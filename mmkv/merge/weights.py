@@ -99,11 +99,6 @@ class ReferenceQueries:
         query = (query.float() * scale).masked_fill(~present[:, None, :, None], 0.0)
         return cls(query, present, layer.softcap)
 
-    def select_rows(self, batch: Tensor) -> ReferenceQueries:
-        """Return rows of the batch, which may repeat."""
-        batch = batch.to(self.present.device)
-        return ReferenceQueries(self.query[batch], self.present[batch], self.softcap)
-
     def mass(self, keys: Tensor, bias: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention of tokens, and that of mean keys with a weight of 1 each.
 
