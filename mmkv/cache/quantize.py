@@ -55,7 +55,7 @@ class QuantizedKV:
             ValueError: `kv_dtype` is unknown, or D is odd in 4 bits.
         """
         check(kv_dtype, x.shape[-1])
-        return cls(*_quantise(x, BITS[kv_dtype], _by_hqq), BITS[kv_dtype], x.dtype)
+        return cls(*_quantise(x, BITS[kv_dtype]), BITS[kv_dtype], x.dtype)
 
     @property
     def shape(self) -> torch.Size:
@@ -139,7 +139,7 @@ class QuantizedKV:
 
     def __setitem__(self, where: Any, x: Tensor) -> None:
         """Quantise x [..., D] into rows and slots `where`."""
-        self.codes[where], self.scale[where], self.zero[where] = _quantise(x, self.bits, _by_step)
+        self.codes[where], self.scale[where], self.zero[where] = _quantise(x, self.bits)
 
     def select(self, index: Tensor) -> QuantizedKV:
         """Return a copy of the rows `index`, which may repeat, without quantising again."""
@@ -201,11 +201,21 @@ def relative_error(squares: Tensor) -> Tensor:
     return (error / exact.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
 
 
-def _quantise(x: Tensor, bits: int, quantise: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and zero points of tokens [..., D] in the layout of `QuantizedKV`."""
-    D = x.shape[-1]
+def _quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, scales and zero points of tokens [..., D] in the layout of `QuantizedKV`.
+
+    Bit for bit those of hqq's `Quantizer.quantize`, without its search for better zero points, in
+    which groups influence each other. That function empties torch's CUDA cache twice a call, after
+    which memory is allocated again: too slow for each layer of each step.
+    """
+    D, levels = x.shape[-1], 2**bits - 1
     width = _GROUP if D % _GROUP == 0 else D
-    codes, scale, zero = quantise(x.reshape(-1, width), bits)
+    groups = x.reshape(-1, width).float()
+    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
+    span = high - low
+    scale = (levels / span).masked_fill(span <= _SMALLEST_RANGE, 1.0).clamp(max=_MOST_SCALED)
+    zero = -low * scale
+    codes, scale = (groups * scale + zero).round_().clamp_(0, levels), 1.0 / scale
     # A zero point too large for float16 means a tiny range: such a group is stored as one number.
     is_constant = zero.abs() > torch.finfo(_PARAMETERS).max
     codes = codes.masked_fill(is_constant, 0).to(torch.uint8).view(*x.shape)
@@ -213,33 +223,8 @@ def _quantise(x: Tensor, bits: int, quantise: Any) -> tuple[Tensor, Tensor, Tens
     if bits == 4:
         halves = codes.unflatten(-1, (2, D // 2)).movedim(-2, 0)
         codes = _hqq().pack["4bit_u8"](halves)[0]
-    groups = (*x.shape[:-1], D // width)
-    return codes, scale.to(_PARAMETERS).view(groups), zero.to(_PARAMETERS).view(groups)
-
-
-def _by_hqq(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [n, width], scales and zero points [n, 1] of groups [n, width].
-
-    Without hqq's search for better zero points, in which groups influence each other.
-    """
-    options: dict[str, Any] = {"axis": 1, "optimize": False, "bitpack": False}
-    width, device = groups.shape[1], str(groups.device)
-    codes, meta = _hqq().quantize(groups, nbits=bits, group_size=width, device=device, **options)
-    return codes, meta["scale"], meta["zero"]
-
-
-def _by_step(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `_by_hqq`, bit for bit, for the tokens of a step.
-
-    hqq's own function empties torch's CUDA cache twice a call, after which memory is allocated
-    again: too slow for each layer of each step.
-    """
-    x, levels = groups.float(), 2**bits - 1
-    low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-    span = high - low
-    scale = (levels / span).masked_fill(span <= _SMALLEST_RANGE, 1.0).clamp(max=_MOST_SCALED)
-    zero = -low * scale
-    return (x * scale + zero).round().clamp(0, levels), 1.0 / scale, zero
+    shape = (*x.shape[:-1], D // width)
+    return codes, scale.to(_PARAMETERS).view(shape), zero.to(_PARAMETERS).view(shape)
 
 
 def _read(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
