@@ -53,7 +53,7 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
         )
     with outside_inference_mode(), torch.no_grad():
         phase.chunks.append(_decoder_inputs(decoder, cache, arguments))
-        if not cache.repeats:
+        if not phase.evicts:
             return
         embeds = torch.cat([x.to(phase.chunks[0][0].device) for x, _ in phase.chunks], dim=1)
         positions = torch.cat([x for _, x in phase.chunks], dim=2)

@@ -355,13 +355,6 @@ class CompressedCache(CacheState):
         """The prompt, or the round of generated tokens, of this pass; None if it only decodes."""
         return self.phase if isinstance(self.phase, Reading) else self.phase.reading
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the model reads the prompt again before this pass evicts (KVzip)."""
-        phase, plan = self.phase, self.plan
-        needed = plan.policy.score.repeats and not plan.keeps_everything
-        return needed and isinstance(phase, Reading) and phase.evicts and not phase.keeps_all
-
     def _prepare_scores(self, prompt: TokenMasks, phase: Reading) -> None:
         """Set whether this pass scores: if it evicts, and always if scores are sums over turns."""
         plan, score = self.plan, self.plan.policy.score
