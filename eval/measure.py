@@ -297,7 +297,7 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     other_bytes = sum(x.nbytes for x in report.layers if not x.compressed)
     full_pair = (report.full_nbytes - other_bytes) // (len(cache.lengths) * heads * n * seen)
     block = layers[0].blocks[0]
-    kept_pair = block.nbytes // block.slots  # bytes of one, fewer in 8 or 4 bits
+    kept_pair = block.nbytes // block.positions.numel()  # bytes of one, fewer in 8 or 4 bits
     for row, length in enumerate(cache.lengths):
         kept, total = sum(x.sizes[row] for x in layers), length * n
         shares = [None if x.retained is None else float(x.retained[row]) for x in layers]

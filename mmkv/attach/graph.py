@@ -187,7 +187,8 @@ def _reserve(cache: CompressedCache, n_ahead: int) -> None:
     """
     blocks, seen = cache.blocks, cache.get_seq_length()
     if not cache.plan.keeps_everything:
-        used, rows = (sum(x) for x in zip(*(b.used_slots for b in blocks), strict=True))
+        rows = sum(len(b.positions) for b in blocks)
+        used = sum(len(b.positions) * b.schedule.used for b in blocks)
         n_dropped = seen - used // rows
         n_ahead = max(LEAST_AHEAD, min(n_ahead, n_dropped))
     if cache.max_length:

@@ -321,10 +321,6 @@ class CompressedLayer(CacheLayerMixin):
         """Return all stored pairs of earlier tokens; None before the first prompt."""
         return self.state.dense() if isinstance(self.state, KeptKV) else self.state
 
-    def kept(self) -> Tensor:
-        """Return original positions kept, int64 [B, H, n], ascending, -1 as filler at the end."""
-        return self.keeping().kept()
-
     def keeping(self) -> KeptKV:
         """Return the state after eviction.
 

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mmkv.cache import varlen
 from mmkv.cache.forward_pass import GraphInputs
-from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products, select
+from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products
 from mmkv.cache.rerotate import reposition
 from mmkv.parts.slots import SlotSchedule, spare
 
@@ -119,16 +119,6 @@ class PaddedBlock:
         if self.log_weights is not None:
             bias += self.log_weights[:, None]
         return bias.masked_fill_(empty, -torch.inf)
-
-    @property
-    def used_slots(self) -> tuple[int, int]:
-        """The number of slots in use in all rows together, and the number of rows."""
-        return len(self.positions) * self.schedule.used, len(self.positions)
-
-    @property
-    def slots(self) -> int:
-        """The number of slots, empty ones included."""
-        return self.positions.numel()
 
     @property
     def fits(self) -> bool:
@@ -312,8 +302,8 @@ class PaddedBlock:
             self,
             row_numbers=rows,
             rows=_row_index(rows, self.positions.device),
-            keys=select(self.keys, index),
-            values=select(self.values, index),
+            keys=self.keys.index_select(0, index),
+            values=self.values.index_select(0, index),
             positions=self.positions[index],
             bias=None if self.bias is None else self.bias[index],
             mass=None if self.mass is None else self.mass[index],

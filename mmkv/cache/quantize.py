@@ -141,9 +141,9 @@ class QuantizedKV:
         """Quantise x [..., D] into rows and slots `where`."""
         self.codes[where], self.scale[where], self.zero[where] = _quantise(x, self.bits)
 
-    def select(self, index: Tensor) -> QuantizedKV:
-        """Return a copy of the rows `index`, which may repeat, without quantising again."""
-        return self._each(lambda x: x[index])
+    def index_select(self, dim: int, index: Tensor) -> QuantizedKV:
+        """Return a copy of the rows (0, the `dim`) `index`, which may repeat, as they are stored."""
+        return self._each(lambda x: x.index_select(dim, index))
 
     def grown(self, n_new: int) -> QuantizedKV:
         """Return the same tokens with `n_new` empty slots behind them, in new storage."""
@@ -173,11 +173,6 @@ def check(kv_dtype: str | None, head_dim: int | None = None) -> None:
         )
     if find_spec("hqq") is None:
         raise ValueError(f"kv_dtype={kv_dtype!r} needs hqq: pip install 'mmkv[quant]'")
-
-
-def select(x: Stored, index: Tensor) -> Stored:
-    """Return a copy of the rows `index`."""
-    return x.select(index) if isinstance(x, QuantizedKV) else x[index]
 
 
 def nbytes(x: Stored) -> int:

@@ -104,7 +104,7 @@ class CacheState(Cache):
             ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
                 no prompt was read.
         """
-        return self._compressed_layer(layer).kept()
+        return self._compressed_layer(layer).keeping().kept()
 
     def groups(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the groups of a layer, for policies with merge="groups".
