@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mmkv.cache import varlen
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products
-from mmkv.cache.rerotate import reposition
+from mmkv.layer_inputs import reposition
 from mmkv.parts.slots import SlotSchedule, spare
 
 # A position: a tensor while a clock drives the steps, which are then replayed on the device.

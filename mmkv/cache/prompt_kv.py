@@ -12,9 +12,8 @@ from torch.nn.functional import pad
 
 from mmkv.cache import selection
 from mmkv.cache.padded_blocks import attend
-from mmkv.cache.rerotate import reposition
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.layer_inputs import LayerInputs, Rotary, rows_of
+from mmkv.layer_inputs import LayerInputs, Rotary, reposition, rows_of
 from mmkv.merge.weights import ReferenceQueries
 from mmkv.policy import Policy
 from mmkv.scores.attention import tile

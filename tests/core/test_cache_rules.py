@@ -12,7 +12,7 @@ from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.rerotate import reposition
+from mmkv.layer_inputs import reposition
 from mmkv.cache.token_masks import TokenMasks
 
 
