@@ -123,7 +123,8 @@ class CompressedCache(CacheState):
             return
         if is_complete and not phase.keeps_all:
             plan.log_shortfalls(prompt, len(self.compressed))
-        if plan.runs_mini_prefill and seen == 0 and plan.evicts(prompt):
+        scores_first = plan.needs_all_layers and plan.policy.layers.mini_prefill
+        if scores_first and seen == 0 and plan.evicts(prompt):
             scores = mini_prefill(prompt)
             places = torch.arange(valid.shape[1], device=valid.device)
             positions = places.masked_fill(~prompt.valid, -1)[:, None]

@@ -91,7 +91,7 @@ class CacheConfig:
         """Return the plan for a new cache, with its task and the sizes learned for that task."""
         if self.sampling is None:
             return self
-        task = self.task or sampling.current_task()
+        task = self.task or sampling.current_task.get()
         return replace(self, task=task, learned=self.sampling.shares(task))
 
     def learn(self, sizes: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
@@ -182,11 +182,6 @@ class CacheConfig:
             self.logged.add("shortfalls")
             rest = f"; and {len(notes) - _MOST_NAMED} rows more" if len(notes) > _MOST_NAMED else ""
             logger.warning("%s%s", "; ".join(notes[:_MOST_NAMED]), rest)
-
-    @property
-    def runs_mini_prefill(self) -> bool:
-        """Whether a first pass that stores nothing computes the scores for the layer sizes."""
-        return self.needs_all_layers and self.policy.layers.mini_prefill
 
 
 def sizes_of_rows(

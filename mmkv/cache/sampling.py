@@ -11,9 +11,10 @@ import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
-_task: ContextVar[str] = ContextVar("mmkv_task", default="")
+# The task of this thread's requests; "": none is named.
+current_task: ContextVar[str] = ContextVar("mmkv_task", default="")
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -27,16 +28,11 @@ def task(name: str) -> Generator[None]:
     """
     if not isinstance(name, str) or not name:
         raise ValueError(f"task({name!r}): expected the name of a task, such as 'summaries'")
-    before = _task.set(name)
+    before = current_task.set(name)
     try:
         yield
     finally:
-        _task.reset(before)
-
-
-def current_task() -> str:
-    """Return the task of this thread's requests; "" if none is named."""
-    return _task.get()
+        current_task.reset(before)
 
 
 class SampledSizes:
@@ -49,33 +45,23 @@ class SampledSizes:
     def __init__(self, samples: int) -> None:
         self.samples = samples
         self._seen: dict[str, list[tuple[float, ...]]] = {}
-        self._lock = threading.Lock()
 
     def add(self, name: str, sizes: Sequence[int]) -> None:
         """Add the sizes [L] of one request; those after the first `samples` do not count."""
-        with self._lock:
+        with _lock:
             shares = self._seen.setdefault(name, [])
             if len(shares) < self.samples:
                 shares.append(tuple(n / sum(sizes) for n in sizes))
 
     def known(self, name: str) -> int:
         """Return the number of a task's requests that were learned from."""
-        with self._lock:
+        with _lock:
             return len(self._seen.get(name, ()))
 
     def shares(self, name: str) -> tuple[float, ...] | None:
         """Return each layer's share of the total, a mean over requests; None before all samples."""
-        with self._lock:
+        with _lock:
             shares = self._seen.get(name, ())
             if len(shares) < self.samples:
                 return None
             return tuple(math.fsum(layer) / len(shares) for layer in zip(*shares, strict=True))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the lock, which cannot be pickled."""
-        with self._lock:
-            return {"samples": self.samples, "_seen": {k: [*v] for k, v in self._seen.items()}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state with a new lock."""
-        vars(self).update(state, _lock=threading.Lock())

@@ -159,7 +159,7 @@ def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu,
         found, cache = waited()
     policy = cache.plan.policy
     allowed = 3 + bool(policy.layers.needs)
-    allowed += 3 * (cache.plan.runs_mini_prefill + policy.score.repeats)  # a second pass
+    allowed += 3 * (policy.layers.mini_prefill + policy.score.repeats)  # a second pass
     allowed += 3 * policy.heads.is_global
     allowed += L * (
         2 if policy.merge is not None and policy.merge.weighted else not policy.heads.equal
