@@ -23,7 +23,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from mmkv.parts import KINDS, OPTIONAL, Part, discover, register_part, registered
+from mmkv.parts import KINDS, OPTIONAL, Part, discover, path_of, register_part, registered
 from mmkv.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
             discover()  # first, so that built-in names are taken
         for key in (name, *aliases):
             registered_class = _find(key)
-            if registered_class is not None and _path(registered_class) != _path(cls):
-                raise ValueError(f"policy name {key!r} is taken by {_path(registered_class)}")
+            if registered_class is not None and path_of(registered_class) != path_of(cls):
+                raise ValueError(f"policy name {key!r} is taken by {path_of(registered_class)}")
         cls.name, cls.aliases = name, aliases
         _policies[name] = cls
         _aliases.update(dict.fromkeys(aliases, name))
@@ -162,10 +162,6 @@ def _find(name: str) -> type[Policy] | None:
         if _key(spelled) == _key(name):
             return _policies[_aliases.get(spelled, spelled)]
     return None
-
-
-def _path(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _is_builtin(cls: type) -> bool:

@@ -42,11 +42,7 @@ class DefensiveAttention(Score):
     window: PositiveInt = 32
     kernel_size: PositiveInt = 5
     mass: Share = 0.9
-
-    @property
-    def uses_size(self) -> bool:
-        """Whether the size is needed, which bounds the tokens kept first."""
-        return True
+    uses_size = True  # it bounds the tokens kept first
 
     def __post_init__(self) -> None:
         """Check the options."""

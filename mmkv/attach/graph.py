@@ -172,8 +172,8 @@ def step_of(blocks: Iterable[Any]) -> int:
     """Return the next step's row in the schedules' tables, which is the same for all blocks."""
     rows: set[int] = set()
     for block in blocks:
-        block.schedule.prepare()
         if not block.schedule.needs_decode_attention:  # otherwise there is no table
+            block.schedule.prepare()
             rows.add(block.schedule.at)
     if len(rows) > 1:
         raise ValueError(f"the layers are not at the same step, but at {sorted(rows)}")

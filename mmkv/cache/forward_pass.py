@@ -164,21 +164,15 @@ def outside_inference_mode() -> AbstractContextManager[None]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-class _NoGradient(torch.autograd.Function):
-    """The identity; `backward` raises, as gradients cannot reach cached keys and values."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        raise ValueError(
-            "gradients cannot flow through a compressed cache: its keys and values are copies. "
-            "Give the model the whole sequence in one pass, or mmkv.unwrap(model) to train it"
-        )
+def _refuse(gradient: Tensor) -> None:
+    raise ValueError(
+        "gradients cannot flow through a compressed cache: its keys and values are copies. "
+        "Give the model the whole sequence in one pass, or mmkv.unwrap(model) to train it"
+    )
 
 
 def refuse_gradient(x: Tensor) -> Tensor:
     """Return x [B, q, Hq, D] unchanged; a backward pass through it raises ValueError."""
-    return _NoGradient.apply(x) if x.requires_grad else x  # type: ignore[return-value]
+    if x.requires_grad:
+        x.register_hook(_refuse)
+    return x

@@ -142,7 +142,7 @@ class QuantizedKV:
         self.codes[where], self.scale[where], self.zero[where] = _quantise(x, self.bits)
 
     def index_select(self, dim: int, index: Tensor) -> QuantizedKV:
-        """Return a copy of the rows (0, the `dim`) `index`, which may repeat, as they are stored."""
+        """Return a copy of the rows `index`, which may repeat, as stored; `dim` is 0."""
         return self._each(lambda x: x.index_select(dim, index))
 
     def grown(self, n_new: int) -> QuantizedKV:

@@ -88,6 +88,7 @@ class Score(Part):
         by_head: a head's scores depend on that head alone, so they can be computed where the
             layer's other heads are missing (tensor parallelism).
         uses_rotary: the score reads `LayerInputs.rotary`, or queries and keys before rotation.
+        uses_size: the score reads `LayerInputs.size`.
         repeats: the score reads the queries of the prompt fed again (`mmkv.attach.repetition`).
     """
 
@@ -99,6 +100,7 @@ class Score(Part):
     ranks: bool = True
     by_head: bool = False
     uses_rotary: bool = False
+    uses_size: bool = False
     repeats: bool = False
 
     def __call__(self, layer: LayerInputs) -> Tensor:
@@ -112,11 +114,6 @@ class Score(Part):
             float32 [B, H, N], or [B, 1, N] for one ranking per layer.
         """
         raise NotImplementedError
-
-    @property
-    def uses_size(self) -> bool:
-        """Whether the score reads `LayerInputs.size`."""
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,8 +300,8 @@ def register_part(name: str) -> Callable[[P], P]:
             kinds = ", ".join(base.__name__ for base in BASES.values())
             raise TypeError(f"register_part({name!r}): {cls!r} inherits from none of {kinds}")
         registered_class = registered.get((cls.kind, name))
-        if registered_class is not None and _path(registered_class) != _path(cls):
-            raise ValueError(f"{cls.kind} part {name!r} is taken by {_path(registered_class)}")
+        if registered_class is not None and path_of(registered_class) != path_of(cls):
+            raise ValueError(f"{cls.kind} part {name!r} is taken by {path_of(registered_class)}")
         cls.name = name
         registered[cls.kind, name] = cls
         return cls
@@ -322,7 +319,8 @@ class Instruction(Protect):
         return valid & is_prompt & ~image
 
 
-def _path(cls: type) -> str:
+def path_of(cls: type) -> str:
+    """Return a class's module and name."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -71,9 +71,6 @@ class HeavyHitterSlots(SlotSchedule):
             self.freed = send(self.n_tokens, device)
         return self.freed
 
-    def prepare(self) -> None:
-        """Do nothing: victims are found on the device."""
-
     def slots_at(self, row: Tensor) -> Tensor:
         """Return the slots that the last step freed."""
         assert self.freed is not None

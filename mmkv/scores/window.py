@@ -69,7 +69,7 @@ class WindowAttention(Score):
             )
 
     @property
-    def uses_size(self) -> bool:
+    def uses_size(self) -> bool:  # type: ignore[override]
         """Whether half of the size is needed, for CriticalKV's two stages."""
         return self.value == "critical"
 
