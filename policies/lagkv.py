@@ -21,6 +21,7 @@ from mmkv.layer_inputs import LayerInputs
 from mmkv.parts import NonNegativeInt, at_least, register_part
 from mmkv.policy import Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.observers import rows
 
 
 @register_part("lag-relative")
@@ -59,7 +60,7 @@ class LagRelative(Score):
         scores = torch.where(position < skip, 2.0, newest)[:, None].repeat(1, H, 1)
         n = (N - skip) // lag
         if n > 1:
-            ordered = (_in_order(x, order)[:, :, skip:] for x in (layer.key, layer.value))
+            ordered = (rows(x, order[:, None, skip:]).float() for x in (layer.key, layer.value))
             keys, values = (_spread(x[:, :, : n * lag].unflatten(2, (n, lag))) for x in ordered)
             rank = (keys + values).argsort(dim=-1, stable=True).argsort(dim=-1).flatten(2) / lag
             ranked = slice(skip, skip + (n - 1) * lag)
@@ -75,12 +76,6 @@ def _spread(x: Tensor) -> Tensor:
     span = high - low
     scaled = ((x[:, :, :-1] - low) / span).masked_fill(span == 0, 0.0)
     return scaled.std(dim=-1).softmax(dim=-1)
-
-
-def _in_order(x: Tensor, order: Tensor) -> Tensor:
-    """Return `x` `[B, H, N, D]` with the tokens in `order` `[B, N]`, float32."""
-    at = order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    return x.gather(2, at).float()
 
 
 @register_policy("lagkv")

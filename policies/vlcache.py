@@ -95,24 +95,17 @@ class SparsityLayers(Layers):
         return large / seen.clamp(min=1)
 
 
-def post_vision_queries(layer: LayerInputs) -> Tensor:
-    """Return which queries are of text after the last image token, bool [B, Q].
-
-    In a row without such text (a text prompt, or one that ends in its picture), all of them.
-    """
-    Q = layer.query.shape[2]
-    valid = layer.valid[:, -Q:]
-    if layer.image is None:
-        return valid
-    image = layer.image[:, -Q:]
-    after = valid & (image.flip(-1).cumsum(-1).flip(-1) == 0)
-    return torch.where(after.any(-1, keepdim=True), after, valid)
-
-
 def last_queries(layer: LayerInputs) -> LayerInputs:
-    """Return the inputs with the queries after the picture alone; masks hide all others."""
-    observing = post_vision_queries(layer)
+    """Return the inputs with the queries of text after the last picture; masks hide all others.
+
+    In a row without such text (a text prompt, or one that ends in its picture), all observe.
+    """
     Q, N = layer.query.shape[2], layer.key.shape[2]
+    observing = layer.valid[:, -Q:]
+    if layer.image is not None:
+        image = layer.image[:, -Q:]
+        after = observing & (image.flip(-1).cumsum(-1).flip(-1) == 0)
+        observing = torch.where(after.any(-1, keepdim=True), after, observing)
     n = int((Q - observing.int().argmax(-1)).max())
     query, observing = layer.query[:, :, Q - n :], observing[:, Q - n :]
     mask = layer.mask
