@@ -50,7 +50,13 @@ class ExpectedAttention(Score):
         (B, Hq, Q, D), (H, N) = layer.query.shape, layer.key.shape[1:3]
         factor, valid = D**-0.5 if layer.scale is None else layer.scale, layer.valid
         counted = valid & (valid.cumsum(-1) > self.skip)
-        mean, covariance = _statistics(layer.plain_query.float(), counted[:, N - Q :])
+        observed = counted[:, N - Q :]
+        n, absent = observed.sum(-1).clamp(min=1)[:, None, None], ~observed[:, None, :, None]
+        # Padding may hold any values, NaN included.
+        query = layer.plain_query.masked_fill(absent, 0.0)
+        mean = query.sum(2) / n  # [B, Hq, D]
+        centred = (query - mean[:, :, None]).masked_fill(absent, 0.0)
+        covariance = centred.mT @ centred / n[..., None]  # [B, Hq, D, D]
         if layer.rotary is not None:
             # A mean of rotations is linear, so it is applied like a rotation.
             ahead = layer.rotary.mean_ahead(self.positions)
@@ -72,17 +78,6 @@ class ExpectedAttention(Score):
         scores = scores.masked_fill(~counted[:, None], 0.0)
         first = (valid & ~counted)[:, None]
         return torch.where(first, scores.amax(-1, keepdim=True), scores)
-
-
-def _statistics(query: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean `[B, Hq, D]` and covariance `[B, Hq, D, D]` of the queries that are counted."""
-    n = counted.sum(-1).clamp(min=1)[:, None, None]
-    absent = ~counted[:, None, :, None]
-    # Padding may hold any values, NaN included.
-    query = query.masked_fill(absent, 0.0)
-    mean = query.sum(2) / n
-    centred = (query - mean[:, :, None]).masked_fill(absent, 0.0)
-    return mean, centred.mT @ centred / n[..., None]
 
 
 @register_policy("expected")

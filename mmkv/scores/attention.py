@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
 
 if TYPE_CHECKING:
     from mmkv.policy import Policy
 
 # How a token's value may count in its score, see `mmkv.scores.values`.
 Value = Literal["norm", "output", "residual"]
+Pooling = Literal["avg", "max"]
 # Attention probabilities computed at a time. On a CPU a tile that fits into its cache is twice as
 # fast as one in memory, while much smaller ones wait on threads; an accelerator needs few large
 # launches.
@@ -81,6 +83,14 @@ def window_rows(
             logits += bias[:, :, None, None]
         attention = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
     return attention.masked_fill(~allowed, 0.0)
+
+
+def pooled(score: Tensor, kernel_size: int, pooling: Pooling | None) -> Tensor:
+    """Pool scores `[B, H, G, n]`, not negative, over tokens; return their mean over query heads."""
+    if pooling is not None:  # a 0 at padding has the same effect as the edge in both poolings
+        flat, pool = score.flatten(0, 2), avg_pool1d if pooling == "avg" else max_pool1d
+        score = pool(flat, kernel_size, stride=1, padding=kernel_size // 2).view_as(score)
+    return score.mean(2)
 
 
 def scale_of(D: int, scale: float | None, softcap: float | None = None) -> float:

@@ -5,16 +5,14 @@ Shape letters and padding are those of `mmkv.scores`; G query heads read one key
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import avg_pool1d, max_pool1d
 
 from mmkv.layer_inputs import LayerInputs
 from mmkv.scores.attention import tile, window_rows
 
-Pooling = Literal["avg", "max"]
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -47,23 +45,6 @@ def head_output_norms(layer: LayerInputs, n: int, p: int) -> Tensor:
             output = part @ weight[:, :, g].mT
             norms[:, :, g, start : start + size] = output.norm(p, dim=-1)
     return norms
-
-
-@torch.no_grad()
-def window_residuals(
-    layer: LayerInputs,
-    window: int,
-    kernel_size: int,
-    pooling: Pooling | None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """Return `residuals` of the last queries, pooled over tokens: `[B, H, N - window]`."""
-    n = layer.key.shape[2] - window
-    scores = residuals(layer, window, weights)[..., :n]
-    if pooling is not None:  # a 0 at padding has the same effect as the edge in both poolings
-        flat, pool = scores.flatten(0, 2), avg_pool1d if pooling == "avg" else max_pool1d
-        scores = pool(flat, kernel_size, stride=1, padding=kernel_size // 2).view_as(scores)
-    return scores.mean(2).masked_fill(~layer.valid[:, None, :n], 0.0)
 
 
 @torch.no_grad()

@@ -15,14 +15,15 @@ from torch import Tensor
 from mmkv.parts import Score, register_part
 from mmkv.scores import values
 from mmkv.scores.attention import (
+    Pooling,
     Value,
     autocast_off,
     check_decoding,
     checked,
+    pooled,
     unless_all,
     window_rows,
 )
-from mmkv.scores.values import Pooling
 
 if TYPE_CHECKING:
     from mmkv.layer_inputs import LayerInputs
@@ -87,15 +88,17 @@ class WindowAttention(Score):
         weights = None
         if self.recency_weighted:
             weights = torch.arange(1, self.window + 1, dtype=torch.float32)
-        options: Any = {"window": self.window, "weights": weights}
-        options |= {"kernel_size": self.kernel_size, "pooling": self.pooling}
+        n, window = layer.key.shape[2] - self.window, self.window
+        pooling: Any = {"kernel_size": self.kernel_size, "pooling": self.pooling}
         if self.value == "residual":
-            scores = values.window_residuals(layer, **options)
+            by_query_head = values.residuals(layer, window, weights)[..., :n]
+            scores = pooled(by_query_head, **pooling)
+            scores = scores.masked_fill(~layer.valid[:, None, :n], 0.0)
         else:
+            options: Any = {"window": window, "weights": weights, **pooling}
             options |= {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
             options |= {"valid": layer.valid, "mask": layer.mask}
             scores = window_attention(layer.query, layer.key, **options)
-        n = scores.shape[2]
         if self.value == "norm":
             scores = scores * values.value_norms(layer, n)
         elif self.value in ("output", "critical"):
@@ -154,7 +157,7 @@ def window_attention(
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
     per_query = _window_weights(weights, window, query.device)
-    B, Hq, Q, _ = checked(query, key, valid, mask, softcap)
+    B, _, Q, _ = checked(query, key, valid, mask, softcap)
     valid = unless_all(valid)
     H, N = key.shape[1], key.shape[2]
     if window >= N:
@@ -174,16 +177,9 @@ def window_attention(
     last = query[:, :, -window:]
     attention = window_rows(last, key, window, mask=mask, bias=bias, **options)
     with autocast_off(key):
-        scores = (per_query @ attention[..., : N - window]).view(B, Hq, N - window)
-    # Scores are not negative, so a 0 at padding has the same effect as the edge in both poolings.
-    if pooling == "avg":
-        scores = F.avg_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
-    elif pooling == "max":
-        scores = F.max_pool1d(scores, kernel_size, stride=1, padding=kernel_size // 2)
-    scores = scores.view(B, H, -1, N - window).mean(2)
-    if valid is not None:
-        scores = scores.masked_fill(~valid[:, None, : N - window], 0.0)
-    return scores
+        scores = (per_query @ attention[..., : N - window]).view(B, H, -1, N - window)
+    scores = pooled(scores, kernel_size, pooling)
+    return scores if valid is None else scores.masked_fill(~valid[:, None, : N - window], 0.0)
 
 
 def _window_weights(weights: Tensor | None, window: int, device: torch.device) -> Tensor:
