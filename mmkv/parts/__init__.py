@@ -147,21 +147,15 @@ class Layers(Part):
         needs: what must be known of every layer before any is sized: "scores"; "similarity" of the
             residual stream around attention; "measure", the results of `measure`; "": nothing.
         retention: the share of importance that sets the total; None: the budget sets it.
+        mini_prefill: a first pass over the prompt, which stores nothing, collects the scores.
+        learns: how many first requests of a task set the sizes for all its requests; 0: none.
     """
 
     kind = "layers"
     needs: ClassVar[str] = ""
     retention: float | None = None
-
-    @property
-    def mini_prefill(self) -> bool:
-        """Whether a first pass over the prompt, which stores nothing, collects the scores."""
-        return False
-
-    @property
-    def learns(self) -> int:
-        """How many first requests of a task set the sizes for all its requests; 0: none."""
-        return 0
+    mini_prefill: bool = False
+    learns: int = 0
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
         """Return how many tokens each layer keeps, [B][L]; `fit` adjusts them to the total."""

@@ -45,12 +45,12 @@ class _ByScores(Layers):
             )
 
     @property
-    def learns(self) -> int:
+    def learns(self) -> int:  # type: ignore[override]
         """How many first requests of a task set its sizes: `samples`, or a tenth of `requests`."""
         return self.samples or -(-(self.requests or 0) // 10)
 
     @property
-    def mini_prefill(self) -> bool:
+    def mini_prefill(self) -> bool:  # type: ignore[override]
         """Whether `allocation` needs a first pass over the prompt."""
         return self.allocation != "one-pass"
 
