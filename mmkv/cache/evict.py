@@ -120,19 +120,14 @@ def evict(
                 continue
             stored.append(QuantizedKV.of(exact, plan.kv_dtype))
             errors[index, i] = squares(exact, stored[i][:, :], block_positions >= 0)
-        blocks.append(
-            PaddedBlock.of(
-                stored[0],
-                stored[1],
-                block_positions,
-                None if mass is None else pad(mass[index, :width], padding),
-                schedule,
-                width,
-                rows=rows,
-                inv_freq=plan.inv_freq,
-                log_weights=None if bias is None else pad(bias[index, :width], padding),
-            )
-        )
+        block_mass = None if mass is None else pad(mass[index, :width], padding)
+        if block_mass is not None and schedule.needs_decode_attention:
+            block_mass.masked_fill_(block_positions < 0, torch.inf)
+        weights = None if bias is None else pad(bias[index, :width], padding)
+        pairs = stored[0], stored[1], block_positions, block_mass
+        block = PaddedBlock(rows, *pairs, schedule, plan.inv_freq, weights)
+        block.set_bias(width)
+        blocks.append(block)
     error = None if plan.kv_dtype is None else relative_error(errors.view(B, H, 2, 2).sum(1))
     return KeptKV(blocks, B, H, list(sizes), retained, error, group_index)
 

@@ -7,7 +7,7 @@ attention call, so per-head sizes free memory without a loop over heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,15 +48,15 @@ class PaddedBlock:
     """
 
     row_numbers: np.ndarray
-    rows: slice | Tensor
+    rows: slice | Tensor = field(init=False)
     keys: Stored
     values: Stored
     positions: Tensor
-    bias: Tensor | None
     mass: Tensor | None
     schedule: SlotSchedule
     inv_freq: Tensor | None = None
     log_weights: Tensor | None = None
+    bias: Tensor | None = None
     # arange(R), and the attention weights [R, G, S] of a step; allocated when first needed.
     numbers: Tensor | None = None
     weights: Tensor | None = None
@@ -65,29 +65,9 @@ class PaddedBlock:
     # How many slots have positions written ahead, and the difference between position and slot.
     positions_ahead: tuple[int, int] = (0, 0)
 
-    @classmethod
-    def of(
-        cls,
-        keys: Stored,
-        values: Stored,
-        positions: Tensor,
-        mass: Tensor | None,
-        schedule: SlotSchedule,
-        width: int,
-        *,
-        rows: np.ndarray,
-        inv_freq: Tensor | None = None,
-        log_weights: Tensor | None = None,
-    ) -> PaddedBlock:
-        """Return a block that uses storage [R, S, D] of kept pairs, at most `width` in a row."""
-        if mass is not None and schedule.needs_decode_attention:
-            mass = mass.masked_fill(positions < 0, torch.inf)
-        where = _row_index(rows, positions.device)
-        block = cls(
-            rows, where, keys, values, positions, None, mass, schedule, inv_freq, log_weights
-        )
-        block._bias_for(width)
-        return block
+    def __post_init__(self) -> None:
+        """Make an index of the row numbers."""
+        self.rows = _row_index(self.row_numbers, self.positions.device)
 
     def freeze(self, steps: int) -> None:
         """Allocate for up to `steps` steps of fixed shape, whose changes stay on the device.
@@ -101,9 +81,9 @@ class PaddedBlock:
     def thaw(self) -> None:
         """Return to steps that the host drives: shapes follow the schedule's `width`."""
         self.frozen = False
-        self._bias_for(self.schedule.width - 1)
+        self.set_bias(self.schedule.width - 1)
 
-    def _bias_for(self, width: int) -> None:
+    def set_bias(self, width: int) -> None:
         """Set the bias of steps that attend to the first `width` slots and the new token."""
         self.bias = None
         if self.schedule.gapless and self.log_weights is None:
@@ -301,7 +281,6 @@ class PaddedBlock:
         return replace(
             self,
             row_numbers=rows,
-            rows=_row_index(rows, self.positions.device),
             keys=self.keys.index_select(0, index),
             values=self.values.index_select(0, index),
             positions=self.positions[index],

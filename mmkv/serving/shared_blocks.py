@@ -10,7 +10,6 @@ the second set's weight is sigmoid(log_sum2 - log_sum1).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -256,18 +255,8 @@ def tails(
             if block.schedule.drops or (counts != counts[0]).any():
                 return None
             index = is_tail.nonzero()[:, 1].view(len(counts), -1)
-            keys: Any = block.keys
-            values: Any = block.values
-            tail = replace(
-                block,
-                keys=keys.gather(1, index[..., None].expand(*index.shape, keys.shape[-1])),
-                values=values.gather(1, index[..., None].expand(*index.shape, values.shape[-1])),
-                positions=block.positions.gather(1, index),
-                bias=None,
-                mass=None,
-                log_weights=None,
-                schedule=GrowingSlots(counts=counts),
-                positions_ahead=(0, 0),
-            )
-            layer.append(tail)
+            old: Any = block
+            keys, values = (x.take_along_dim(index[..., None], 1) for x in (old.keys, old.values))
+            positions, schedule = block.positions.gather(1, index), GrowingSlots(counts=counts)
+            layer.append(PaddedBlock(block.row_numbers, keys, values, positions, None, schedule))
     return layers

@@ -31,18 +31,13 @@ def kept(schedule, weighed, device):
     blocks = []
     for i, n in enumerate(LENGTHS):
         shape = (2, n + 4)
-        blocks.append(
-            PaddedBlock.of(
-                torch.zeros(*shape, HEAD_DIM, device=device),
-                torch.zeros(*shape, HEAD_DIM, device=device),
-                torch.zeros(shape, dtype=torch.int32, device=device),
-                None,
-                schedule(n),
-                n,
-                rows=np.array([2 * i, 2 * i + 1]),
-                log_weights=torch.zeros(shape, device=device) if weighed else None,
-            )
-        )
+        pair = torch.zeros(*shape, HEAD_DIM, device=device)
+        positions = torch.zeros(shape, dtype=torch.int32, device=device)
+        weights = torch.zeros(shape, device=device) if weighed else None
+        rows = np.array([2 * i, 2 * i + 1])
+        stored = pair, pair.clone(), positions, None
+        blocks.append(PaddedBlock(rows, *stored, schedule(n), log_weights=weights))
+        blocks[-1].set_bias(n)
     return KeptKV(blocks, 1, 6, [20])
 
 
