@@ -31,25 +31,6 @@ class Rotary:
     inv_freq: Tensor  # [R / 2], radians per position of each pair
     interleaved: bool = False  # dimensions 2 i and 2 i + 1 are rotated together instead
 
-    @classmethod
-    def of(
-        cls,
-        cos: Tensor,
-        sin: Tensor,
-        inv_freq: Tensor,
-        config: Any = None,
-        *,
-        interleaved: bool = False,
-    ) -> Rotary:
-        """Make it from a layer's `position_embeddings`, [3, B, Q, R] for the axes of MRoPE."""
-        if cos.ndim == 4:
-            parts = config.rope_parameters["mrope_section"] * 2
-            cos, sin = (
-                torch.cat([x[i % 3] for i, x in enumerate(y.split(parts, dim=-1))], dim=-1)
-                for y in (cos, sin)
-            )
-        return cls(cos, sin, inv_freq, interleaved)
-
     def undo(self, x: Tensor) -> Tensor:
         """Return queries or keys [B, h, Q, D] of these tokens before rotation: float32."""
         # Some models scale cos and sin, so the inverse divides by the square of the scale.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -183,11 +182,13 @@ def _rotary(parts: Adapter, cos_sin: Any, rows: int) -> Rotary:
     """Return a layer's `position_embeddings` as a `Rotary` of every row."""
     if isinstance(cos_sin, Tensor):  # complex [B, Q, R / 2]
         cos_sin = tuple(x.repeat_interleave(2, dim=-1) for x in (cos_sin.real, cos_sin.imag))
-    cos, sin = cos_sin
+    if cos_sin[0].ndim == 4:  # [3, B, Q, R], for the axes of MRoPE
+        sections = parts.config.rope_parameters["mrope_section"] * 2
+        by_section = [x.split(sections, dim=-1) for x in cos_sin]
+        cos_sin = (torch.cat([x[i % 3] for i, x in enumerate(y)], dim=-1) for y in by_section)
+    cos, sin = (x.expand(rows, -1, -1) for x in cos_sin)
     inv_freq = parts.turns_by().to(cos.device)  # with a device_map they may be elsewhere
-    rotary = Rotary.of(cos, sin, inv_freq, parts.config, interleaved=parts.facts.interleaved)
-    cos, sin = (x.expand(rows, -1, -1) for x in (rotary.cos, rotary.sin))
-    return replace(rotary, cos=cos, sin=sin)
+    return Rotary(cos, sin, inv_freq, parts.facts.interleaved)
 
 
 def before_repetition(
