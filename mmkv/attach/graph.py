@@ -96,7 +96,8 @@ class Runner:
 
     def _on_device(self, cache: CompressedCache, inputs: dict[str, Any]) -> Any:
         if self.clock is None:
-            self.clock = cache.clock = GraphInputs.at(cache.blocks[0].positions.device)
+            place = cache.blocks[0].positions.new_zeros(())
+            self.clock = cache.clock = GraphInputs(place.new_zeros(1, dtype=torch.int64), place)
         if cache.clock is not self.clock:
             raise NotCapturableError("the cache was changed between two steps")
         self._take(inputs)
@@ -104,7 +105,8 @@ class Runner:
             self.warm, self.replay, self.out = False, None, None
             _reserve(cache, self.ahead)
             self.ahead *= 2
-        self.clock.set(step_of(cache.blocks), cache.get_seq_length())
+        self.clock.row.fill_(step_of(cache.blocks))  # fills do not wait for the device
+        self.clock.position.fill_(cache.get_seq_length())
         if not self.warm:
             with refusing_waits(), _undone(cache, always=False):
                 out = self._step(cache)

@@ -142,17 +142,6 @@ class GraphInputs(NamedTuple):
     row: Tensor  # int64 [1], the row of the schedules' tables
     position: Tensor  # int32 [], the new token's position
 
-    @classmethod
-    def at(cls, device: torch.device) -> GraphInputs:
-        """Allocate the inputs on a device, with values still to be set."""
-        row = torch.zeros(1, dtype=torch.int64, device=device)
-        return cls(row, torch.zeros((), dtype=torch.int32, device=device))
-
-    def set(self, row: int, position: int) -> None:
-        """Set the values for a step without waiting for the device."""
-        self.row.fill_(row)
-        self.position.fill_(position)
-
 
 current: ContextVar[ForwardPass | None] = ContextVar("mmkv_forward_pass", default=None)
 # Called in this thread between two layers that are evicted at a prompt's end.
