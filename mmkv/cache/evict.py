@@ -45,10 +45,7 @@ def evict(
     """
     policy, (B, H, U, _) = plan.policy, prompt_kv.keys.shape
     marks = prompt.marks(prompt_kv.positions)
-    scores, positions = prompt_kv.scores, prompt_kv.positions
-    ranking = selection.ranked(
-        policy, scores, positions, prompt, marks, sizes, layer_idx, split, evicted=prompt_kv.evicted
-    )
+    ranking = selection.ranked(policy, prompt_kv, prompt, marks, sizes, layer_idx, split)
     merge = None if list(sizes) == prompt.lengths else policy.merge
     if merge is None:
         kept = ranking.kept(prompt_kv)

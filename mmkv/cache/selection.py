@@ -147,40 +147,34 @@ def _check_scores(score: Score, out: Tensor, query: Tensor, key: Tensor) -> None
 
 def ranked(
     policy: Policy,
-    scores: Tensor | None,
-    positions: Tensor,
+    kv: PromptKV,
     prompt: TokenMasks,
     marks: Sequence[Tensor],
     sizes: Sequence[int],
     layer_idx: int = 0,
     split: Tensor | None = None,
-    *,
-    evicted: bool = False,
 ) -> Ranking:
     """Rank the tokens of one layer.
 
     Args:
         policy: its `heads`, `merge`, `recent` and `text_prior` are used.
-        scores: [B, 1 or H, U]; None if every row keeps all tokens.
-        positions: [B, 1 or H, U], ascending, -1 where there is no token.
+        kv: the tokens; without scores if every row keeps all of them.
         prompt: the masks of the tokens.
-        marks: `prompt.marks(positions)`, bool [B, 1 or H, U] each.
+        marks: `prompt.marks(kv.positions)`, bool [B, 1 or H, U] each.
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: the index of the layer.
         split: int64 [B, H], tokens kept by each head, if the heads of all layers share a budget.
-        evicted: whether an earlier eviction may have dropped tokens.
     """
-    heads, merge = policy.heads, policy.merge
-    known = None
-    if heads.equal and split is None and not evicted:
+    heads, merge, known = policy.heads, policy.merge, None
+    if heads.equal and split is None and not kv.evicted:
         # A first prompt of which all heads keep the same number of tokens.
         lengths, n_pinned = torch.tensor(prompt.lengths), torch.tensor(prompt.n_pinned)
-        P = 1 if scores is None else scores.shape[1]
+        P = 1 if kv.scores is None else kv.scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
         known = counts[:, None].expand(-1, P), n_pinned[:, None].expand(-1, P)
     always_kept, protected, image = marks
-    free = (positions >= 0) & ~always_kept
-    scores, present, always_kept, size = contested(policy, scores, positions, always_kept, sizes)
+    free = (kv.positions >= 0) & ~always_kept
+    scores, present, always_kept, size = contested(policy, kv, always_kept, sizes)
     protected = protected.expand(present.shape)
     if split is not None:
         size = split.to(size.device, non_blocking=True)
@@ -239,7 +233,7 @@ def head_sizes(
     for kv, size in zip(layers, sizes, strict=True):
         masks = prompt.to(kv.positions.device)
         (marked,) = masks.at(kv.positions, "always_kept")
-        s, present, always_kept, _ = contested(policy, kv.scores, kv.positions, marked, size)
+        s, present, always_kept, _ = contested(policy, kv, marked, size)
         # Pad on the left, so that ties of a padded row are ranked as in the row alone.
         s = s.masked_fill(always_kept | ~present, float("-inf"))
         competing.append(pad(s, (widest - s.shape[-1], 0), value=-torch.inf).to(device))
@@ -267,11 +261,7 @@ def _text_first(rank: Tensor, image: Tensor) -> Tensor:
 
 
 def contested(
-    policy: Policy,
-    scores: Tensor | None,
-    positions: Tensor,
-    always_kept: Tensor,
-    sizes: Sequence[int],
+    policy: Policy, kv: PromptKV, always_kept: Tensor, sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the tokens from which one layer's heads choose; arguments are those of `ranked`.
 
@@ -281,9 +271,8 @@ def contested(
         always_kept: bool [B, 1 or H, U], tokens always kept, with the share `policy.recent`.
         size: int64 [B, 1 or H], how many tokens each head keeps if heads are equal.
     """
-    B, P, U = positions.shape
-    if scores is None:
-        scores = torch.zeros(B, P, U, device=positions.device)
+    (B, P, U), positions = kv.positions.shape, kv.positions
+    scores = torch.zeros(B, P, U, device=positions.device) if kv.scores is None else kv.scores
     heads = max(P, scores.shape[1])
     present = (positions >= 0).expand(B, heads, U)
     always_kept = always_kept.expand(B, heads, U)

@@ -260,8 +260,8 @@ def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int
     prompt = TokenMasks.of(policy, torch.ones(1, N, dtype=torch.bool), budget=size, n_layers=1)
     must = int(prompt.always_kept.sum())
     scores = torch.linspace(1, 0, N).view(1, 1, N)
-    marks = prompt.marks(positions)
-    rank = selection.ranked(policy, scores, positions, prompt, marks, [size]).rank
+    kv = PromptKV(scores, scores, positions, scores)
+    rank = selection.ranked(policy, kv, prompt, prompt.marks(positions), [size]).rank
     room = min(newest, size - must)
     expected = prompt.always_kept[0].clone()
     free = (~expected).nonzero()[:, 0].tolist()
