@@ -20,7 +20,7 @@ from torch import Tensor
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.calls import CACHE, passing
@@ -67,11 +67,11 @@ class Capture:
             with torch.no_grad():
                 scores = partial(self._scores, running, attachment.plan)
                 cache.begin(running, recorded.prompt.valid, None, recorded.prompt.image, scores)
-                for i, (key, value, query, options) in recorded.calls.items():
+                for i, (key, value, call) in recorded.calls.items():
                     cache.update(key, value, i)
-                    if query is not None:
+                    if call is not None:
                         running.pending = None
-                        cache.attend(i, query, key, value, lambda: no_output, **options)
+                        cache.attend(i, call, lambda: no_output)
                 phase: Any = cache.phase
                 phase.similarity = dict(recorded.phase.similarity)
                 cache.finish()
@@ -86,12 +86,10 @@ class Capture:
     def _scores(self, running: ForwardPass, plan: CacheConfig, prompt: TokenMasks) -> list[Tensor]:
         """Return the scores of each compressed layer, as XKV's first pass computes them."""
         scores = list[Tensor]()
-        for i, (key, value, query, options) in self.recorded.calls.items():
-            if query is not None:
-                view = running.view(options["mask"], prompt.valid)
-                tensors: Any = {"query": query, "key": key, "value": value, "image": prompt.image}
-                tensors |= {**options, "valid": prompt.valid, "mask": view}
-                layer = running.inputs(i, **tensors)
+        for i, (*_, call) in self.recorded.calls.items():
+            if call is not None:
+                arguments = call._replace(mask=running.view(call.mask, prompt.valid))._asdict()
+                layer = running.inputs(i, **arguments, valid=prompt.valid, image=prompt.image)
                 scores.append(importance(plan.policy, layer, prompt.windows))
         return scores
 
@@ -143,20 +141,20 @@ def behind(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, 
 class _Recorder(CompressedCache):
     """A cache that records the inputs of each layer, and evicts nothing.
 
-    `calls` has by layer keys and values [B, H, N, D], and, if the layer is compressed, queries
-    [B, Hq, N, D] and the options of its attention; `rotary` has rotary embeddings by layer.
+    `calls` has by layer keys and values [B, H, N, D], and, if the layer is compressed, the
+    arguments of its attention; `rotary` has rotary embeddings by layer.
     """
 
     def __init__(self, config: Any, plan: CacheConfig) -> None:
         super().__init__(config, plan)
-        self.calls: dict[int, tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]] = {}
+        self.calls: dict[int, tuple[Tensor, Tensor, AttentionCall | None]] = {}
         self.rotary: dict[int, Rotary] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Record keys and values of a layer that is not compressed."""
-        self.calls[layer_idx] = key_states, value_states, None, {}
+        self.calls[layer_idx] = key_states, value_states, None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
@@ -166,18 +164,12 @@ class _Recorder(CompressedCache):
         raise ValueError("a pass of a model with linear attention cannot be taken in")
 
     def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        delegate: Callable[[], tuple[Tensor, Any]],
-        **options: Any,
+        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
     ) -> tuple[Tensor, Any]:
         """Record all inputs of a compressed layer's attention."""
         running = current.get()
         assert running is not None
-        self.calls[layer_idx] = key, value, query, options
+        self.calls[layer_idx] = call.key, call.value, call
         self.rotary |= running.rotary
         return delegate()
 

@@ -24,6 +24,7 @@ from mmkv import adapters, visual_heads
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig, sizes_of_rows
 from mmkv.cache.evict import evict
+from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.calls import cache_in, passing, unwrap_container
@@ -192,21 +193,15 @@ class _Probe(CompressedCache):
         return recurrent_states
 
     def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        delegate: Callable[[], tuple[Tensor, Any]],
-        **options: Any,
+        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
     ) -> tuple[Tensor, Any]:
         """Compute the reply's attention over the whole prompt, and over the pairs of each level.
 
         In float32, as bfloat16 would round small changes of outputs away.
         """
         if self.expects_prompt:
-            return super().attend(layer_idx, query, key, value, delegate, **options)
-        scale, softcap = options["scale"], options.get("softcap")
+            return super().attend(layer_idx, call, delegate)
+        query, key, value, _, scale, softcap = call
         layer, prompt = self.layers[layer_idx], self.prompt
         assert isinstance(layer, CompressedLayer)
         assert isinstance(layer.state, PromptKV)
@@ -214,7 +209,6 @@ class _Probe(CompressedCache):
         prompt_kv = layer.state
         first = layer.seen - query.shape[2]
         new = torch.arange(first, layer.seen, device=key.device).expand(len(key), 1, -1)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
 
         def attend_to(past: PromptKV) -> Tensor:
             past = past.extended(key.float(), value.float(), new)

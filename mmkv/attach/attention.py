@@ -63,9 +63,10 @@ def _attention(
     running = current.get()
     if running is None:
         return delegate()
-    scale, softcap = kwargs.get("scaling"), kwargs.get("softcap")
+    scale = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    call = AttentionCall(query, key, value, attention_mask, scale, kwargs.get("softcap"))
     if running.collector is not None:
-        call = AttentionCall(query, key, value, attention_mask, scale, softcap)
         out = running.collector.add(module.layer_idx, call)
         return delegate() if out is None else (out, None)
     layer_idx, running.pending = running.pending, None
@@ -77,9 +78,7 @@ def _attention(
             "cache does not compute: mmkv.unwrap(model)"
         )
     assert running.cache is not None
-    return running.cache.attend(
-        layer_idx, query, key, value, delegate, mask=attention_mask, scale=scale, softcap=softcap
-    )
+    return running.cache.attend(layer_idx, call, delegate)
 
 
 def _base_function(base: str, module: nn.Module) -> tuple[Callable[..., Any], Any]:

@@ -137,16 +137,14 @@ class _Repeater:
         """Score the repeated tokens in one layer, and return its attention output [B, R, Hq, D]."""
         layer: Any = self.cache.layers[layer_idx]
         prompt_kv: PromptKV = layer.state
-        query = call.query
-        scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-        (B, _, R, _), device, T = query.shape, query.device, layer.seen
+        (B, _, R, _), device, T = call.query.shape, call.query.device, layer.seen
         present = self.piece.present.to(device)
         instruction = present.new_ones(B, R - present.shape[1])
         valid = torch.cat([instruction, present], dim=1)
         positions = torch.arange(T, T + R, device=device).masked_fill(~valid, -1)[:, None]
-        prompt_kv.scores = self._scored(prompt_kv, layer_idx, call._replace(scale=scale), valid)
+        prompt_kv.scores = self._scored(prompt_kv, layer_idx, call, valid)
         extended = prompt_kv.extended(call.key, call.value, positions)
-        return extended.attend(query, T, scale=scale, softcap=call.softcap)
+        return extended.attend(call.query, T, scale=call.scale, softcap=call.softcap)
 
     def _scored(self, kv: PromptKV, layer_idx: int, call: AttentionCall, valid: Tensor) -> Tensor:
         """Return the scores [B, H, U] of a layer's tokens, updated for the repeated tokens."""

@@ -22,6 +22,7 @@ from mmkv.cache.config import sizes_of_rows
 from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
+    AttentionCall,
     ForwardPass,
     between,
     current,
@@ -204,28 +205,14 @@ class CompressedCache(CacheState):
             running.masked = valid & ~earlier
 
     def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        delegate: Callable[[], tuple[Tensor, Any]],
-        *,
-        mask: Tensor | None = None,
-        scale: float | None,
-        softcap: float | None = None,
+        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
     ) -> tuple[Tensor, Any]:
         """Compute one layer's attention; for a first prompt, by the model's own function.
 
         Args:
             layer_idx: the index of the layer.
-            query: [B, Hq, q, D].
-            key: [B, H, q, D].
-            value: [B, H, q, D].
+            call: the arguments of the attention function.
             delegate: the model's own attention over the new tokens alone.
-            mask: [B or 1, 1, q, K], the layer's attention mask.
-            scale: factor of the query-key products, None for D ** -0.5.
-            softcap: bound of the logits, or None.
 
         Returns:
             [B, q, Hq, D], and attention weights if the model's own attention returns them.
@@ -233,14 +220,14 @@ class CompressedCache(CacheState):
         layer, running, phase = self.layers[layer_idx], current.get(), self.phase
         assert isinstance(layer, CompressedLayer)
         assert running is not None
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        options: Any = {"scale": factor, "softcap": softcap}
         if isinstance(phase, Decoding):
             if not torch.is_inference_mode_enabled():
-                return self._step(layer_idx, running, query, key, value, mask, options), None
+                return self._step(layer_idx, running, call), None
             with outside_inference_mode():
-                return self._step(layer_idx, running, query, key, value, mask, options), None
+                return self._step(layer_idx, running, call), None
         assert self.prompt is not None
+        query, key, value, mask, scale, softcap = call
+        options: Any = {"scale": scale, "softcap": softcap}
         out = delegate() if layer.state is None else None
         first = layer.seen - query.shape[2]
         new_valid = self.prompt.valid[:, first:]
@@ -263,18 +250,11 @@ class CompressedCache(CacheState):
             self._read(layer_idx, phase, prompt_kv, inputs)
         return out
 
-    def _step(
-        self,
-        layer_idx: int,
-        running: ForwardPass,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: Any,
-    ) -> Tensor:
+    def _step(self, layer_idx: int, running: ForwardPass, call: AttentionCall) -> Tensor:
         """Compute one layer's attention in a decode step, or a continuation by several tokens."""
         assert self.prompt is not None
+        query, key, value, mask, scale, softcap = call
+        options: Any = {"scale": scale, "softcap": softcap}
         B, q = len(query), query.shape[2]
         if q > 1 and running.view(mask, self.prompt.valid.new_ones(B, q)) is not None:
             raise ValueError(

@@ -32,14 +32,14 @@ NOT_ATTENDED = (
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of one layer's attention function: query [B, Hq, q, D], key [B, H, q, D]."""
+    """The arguments of one layer's attention function."""
 
-    query: Tensor
-    key: Tensor
+    query: Tensor  # [B, Hq, q, D]
+    key: Tensor  # [B, H, q, D]
     value: Tensor
-    mask: Tensor | None
-    scale: float | None
-    softcap: float | None
+    mask: Tensor | None  # [B or 1, 1, q, K]
+    scale: float  # factor of the query-key products
+    softcap: float | None  # bound of the logits
 
 
 @dataclass(eq=False)

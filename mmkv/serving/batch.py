@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.phases import Decoding
 from mmkv.calls import passing
 from mmkv.contexts import Context
@@ -290,23 +290,14 @@ class RowCaches(CompressedCache):
         return key_states, value_states
 
     def attend(
-        self,
-        layer_idx: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        delegate: Callable[[], tuple[Tensor, Any]],
-        *,
-        mask: Tensor | None = None,
-        scale: float | None,
-        softcap: float | None = None,
+        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
     ) -> tuple[Tensor, Any]:
         """Return a layer's attention, [B, 1, Hq, D]: of the pool at once, of other rows singly."""
-        options: dict[str, Any] = {"scale": scale, "softcap": softcap}
+        query, value = call.query, call.value
         out = query.new_empty(0, 1, query.shape[1], value.shape[-1])
         if self.n_pooled:
-            pooled = [x[: self.n_pooled] for x in (query, key, value)]
-            out = self.pool.attend(layer_idx, *pooled, **options)
+            pooled = [x[: self.n_pooled] for x in call[:3]]
+            out = self.pool.attend(layer_idx, *pooled, scale=call.scale, softcap=call.softcap)
         if not self.rows:
             return out, None
         out = torch.cat([out, out.new_zeros(len(self.rows), *out.shape[1:])])
@@ -320,8 +311,8 @@ class RowCaches(CompressedCache):
                 index = torch.tensor([i], device=rotary.cos.device)
                 row_pass.rotary[layer_idx] = rotary.rows(index)
             current.set(row_pass)
-            inputs = query[at], key[at], value[at]
-            out[at] = row.attend(layer_idx, *inputs, delegate, mask=mask, **options)[0]
+            of_row = call._replace(query=query[at], key=call.key[at], value=value[at])
+            out[at] = row.attend(layer_idx, of_row, delegate)[0]
 
         try:
             self._for_each_row(attend_row)

@@ -190,13 +190,12 @@ class Pool:
             layer.at = list(sent[layer.device][i].split(layer.sizes))
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: Any, softcap: Any
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> Tensor:
         """Return one layer's attention of a step, as `CompressedCache.attend`: [B, 1, Hq, Dv]."""
         B, Hq, _, D = query.shape
         R = B * key.shape[1]
         key, value = (x.detach().reshape(R, -1) for x in (key, value))
-        options = {"scale": D**-0.5 if scale is None else scale, "softcap": softcap}
         query = query.reshape(R, -1, D)
         with outside_inference_mode():
             prefix = self._attend_to_prefixes(layer, query, value.shape[-1], **options)
