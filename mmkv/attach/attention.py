@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -25,7 +25,6 @@ from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.calls import without
-from mmkv.policy import Policy
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"
 # as its own flash attention, so ours avoid the word.
@@ -112,38 +111,33 @@ class _Enough(Exception):  # noqa: N818 - a signal, not an error
 class _Collector:
     """Collects the scores of the compressed layers in a pass that stores nothing."""
 
-    policy: Policy
-    layers: Sequence[int]
     prompt: TokenMasks
     running: ForwardPass
     scores: list[Tensor] = field(default_factory=list[Tensor])
 
     def add(self, layer_idx: int, call: AttentionCall) -> None:
         """Score one layer; end the pass after the last one."""
-        if layer_idx not in self.layers:
+        cache = self.running.cache
+        assert cache is not None
+        if layer_idx not in cache.ordinal:
             return
         valid, image = self.prompt.valid, self.prompt.image.to(call.key.device)
         arguments = call._replace(mask=self.running.view(call.mask, valid))._asdict()
         layer = self.running.inputs(layer_idx, valid=valid, image=image, **arguments)
-        self.scores.append(importance(self.policy, layer, self.prompt.windows))
-        if len(self.scores) == len(self.layers):
+        self.scores.append(importance(cache.plan.policy, layer, self.prompt.windows))
+        if len(self.scores) == len(cache.compressed):
             raise _Enough
 
 
 def run_mini_prefill(
-    running: ForwardPass,
-    decoder: nn.Module,
-    policy: Policy,
-    layers: Sequence[int],
-    arguments: dict[str, Any],
-    prompt: TokenMasks,
+    running: ForwardPass, decoder: nn.Module, arguments: dict[str, Any], prompt: TokenMasks
 ) -> list[Tensor]:
-    """Return the scores [B, H or 1, N] of the compressed `layers` from a pass that stores nothing.
+    """Return the scores [B, H or 1, N] of the compressed layers from a pass that stores nothing.
 
     XKV (arXiv 2412.05896, section IV-A): the pass ends inside the last layer, once its attention
     scores are known.
     """
-    running.collector = collector = _Collector(policy, layers, prompt, running)
+    running.collector = collector = _Collector(prompt, running)
     try:
         with torch.no_grad():
             decoder.forward(**{**without(arguments), "use_cache": False})

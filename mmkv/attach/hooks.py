@@ -125,10 +125,8 @@ def before_decoder(
         earlier = None
         if full_mask is not None:
             earlier, valid = full_mask[:, :seen], full_mask[:, seen:]
-        policy = cache.plan.policy
-        arguments = running, parts.decoder, policy, attachment.compressed, kwargs
-        mini_prefill = partial(attention.run_mini_prefill, *arguments)
-        image = _image_tokens(attachment, policy, running, valid)
+        mini_prefill = partial(attention.run_mini_prefill, running, parts.decoder, kwargs)
+        image = _image_tokens(attachment, cache.plan.policy, running, valid)
         cache.begin(running, valid, earlier, image, mini_prefill)
         if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
             cache.remember(running.ids, seen + q)
