@@ -12,8 +12,8 @@ from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.layer_inputs import reposition
 from mmkv.cache.token_masks import TokenMasks
+from mmkv.layer_inputs import reposition
 
 
 def test_chunks_of_a_prompt_count_by_their_tokens():

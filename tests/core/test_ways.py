@@ -151,7 +151,9 @@ def entering(model):
 
     def record(module, args, kwargs):
         layers = getattr(cache_in(kwargs), "compressed", [])
-        held.append({i: x.keeping().kept().clone() for i, x in enumerate(layers) if x.blocks is not None})
+        held.append(
+            {i: x.keeping().kept().clone() for i, x in enumerate(layers) if x.blocks is not None}
+        )
 
     decoder = model.get_decoder()
     with decoder.register_forward_pre_hook(record, with_kwargs=True, prepend=True):
