@@ -237,6 +237,7 @@ WRONG = {
     "many tokens": {**HELLO, "max_tokens": 10**30},
     "seed": {**HELLO, "seed": 2**70},
     "empty stop": {**HELLO, "stop": ""},
+    "number as stop": {**HELLO, "stop": 3},
     "logprobs": {**HELLO, "logprobs": True, "top_logprobs": 21},
     "penalty": {**HELLO, "presence_penalty": 2.5},
     "bias": {**HELLO, "logit_bias": {"a": 1}},
