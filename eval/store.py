@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +140,19 @@ def digest(data: Any) -> str:
 
 
 def file_digests(model: Any, profiles: Iterable[str | os.PathLike[str]]) -> dict[str, str]:
-    """Return hashes of the files that results depend on, by path: these profiles, those in the
-    model's folder, and plugins."""
+    """Return hashes of what results depend on: these profiles, those in the model's folder and
+    plugins, by path, and the weights, unless they are offloaded."""
     from mmkv import registry
-    from mmkv.digest import of_file
+    from mmkv.digest import of_file, of_model
     from mmkv.profiles import beside
     from mmkv.sizes.profiled import FILE, VISUAL_FILE
 
     own = [path for file in (FILE, VISUAL_FILE) if (path := beside(model, file)) is not None]
     digests = {path.name: of_file(path) for path in own}
-    return digests | {str(path): of_file(path) for path in profiles} | registry.plugins
+    digests |= {str(path): of_file(path) for path in profiles} | registry.plugins
+    with suppress(NotImplementedError):
+        digests["weights"] = of_model(model, model.config.get_text_config())[:8]
+    return digests
 
 
 def describe_environment(device: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Runs: rows, resuming, refusing, several processes."""
 
+import copy
 import json
 import os
 import runpy
@@ -183,6 +184,15 @@ def test_a_changed_profile_or_plugin_is_refused(model, tokenizer, tmp_path, regi
         run(model, tokenizer, tmp_path / str(len(text)), **asked)
     with pytest.raises(RunError, match=r"files=.*mine\.py.*choose another --out"):
         run(model, tokenizer, tmp_path / str(len(code)), **asked)
+
+
+def test_other_weights_in_the_same_folder_are_refused(model, tokenizer, tmp_path):
+    asked, trained = {"policies": ["full"], "metrics": ["ppl"]}, copy.deepcopy(model)
+    run(model, tokenizer, tmp_path, **asked)
+    next(trained.parameters()).data.mul_(1.5)
+    with pytest.raises(RunError, match=r"files=.*weights.*choose another --out"):
+        run(trained, tokenizer, tmp_path, **asked)
+    run(model, tokenizer, tmp_path, **asked)
 
 
 def test_everything_of_a_sample_tells_it_apart(tmp_path):
