@@ -19,6 +19,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 import mmkv
+from helpers.commands import complaint, run
 from helpers.models import make_model
 from mmkv import chat, parts, registry, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
@@ -30,26 +31,6 @@ from mmkv.serving import engine
 
 QUESTION = "Describe the image."
 SHORT = ("--max-new-tokens", "4")
-
-
-def run(capsys, *words):
-    """stdout, stderr and exit code of a command."""
-    try:
-        commands.main([str(word) for word in words])
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    printed = capsys.readouterr()
-    return printed.out, printed.err, code
-
-
-def complaint(capsys, *words) -> str:
-    """The one line that bad input gets."""
-    out, err, code = run(capsys, *words)
-    assert (code, out) == (2, "")
-    assert err.startswith("mmkv: error: ")
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.fixture

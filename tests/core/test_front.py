@@ -17,6 +17,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import mmkv
+from helpers import commands
 from helpers.models import make_inputs, make_model
 from mmkv import budgets
 from mmkv.wrapping import is_wrapped
@@ -461,17 +462,10 @@ class TestBudgets:
         ],
     )
     def test_every_command_says_so(self, command, capsys):
-        from mmkv.cli.commands import main
-
-        with pytest.raises(SystemExit):
-            main(list(command))
-        said = capsys.readouterr().err
+        said = commands.run(capsys, *command)[1]
         assert "mmkv: a budget of 1 is one token per layer and head; 1.0 or 100% keeps" in said
         assert "twice" not in said
 
     def test_a_profile_keeps_a_fraction(self, capsys):
-        from mmkv.cli.commands import main
-
-        with pytest.raises(SystemExit):
-            main(["calibrate", "--budget", "40"])
-        assert "--budget 40: a profile keeps a fraction" in capsys.readouterr().err
+        said = commands.run(capsys, "calibrate", "--budget", 40)[1]
+        assert "--budget 40: a profile keeps a fraction" in said

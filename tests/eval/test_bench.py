@@ -16,10 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmkv
+from helpers.commands import complaint, run
 from helpers.evaluation import WORDS, save_model
 from helpers.marks import cases
 from helpers.recording import tensors_in
-from mmkv.cli import commands
 from mmkv.eval.speed import bench, models, plan, rival
 
 TOY = ("llama", (64, 96, 3, 4, 4, 256, 8192))
@@ -383,13 +383,6 @@ def test_the_files_hold_raw_times_and_summaries(model, tmp_path):
     assert cells[0][5] == f"{timed.cache_bytes / 1e6:,.1f}"
 
 
-def run_command(capsys, *words):
-    with pytest.raises(SystemExit) as stop:
-        commands.main(["bench", *map(str, words)])
-    printed = capsys.readouterr()
-    return printed.out, printed.err, int(stop.value.code or 0)
-
-
 @pytest.fixture
 def tiny(monkeypatch, tmp_path):
     """Words of a bench of the smallest kind."""
@@ -409,16 +402,16 @@ def test_nothing_measured_is_exit_code_1(capsys, tiny, monkeypatch):
         return real(self, row)
 
     monkeypatch.setattr(bench.Bench, "_make", make)
-    out, err, code = run_command(capsys, *tiny, "--policies", "snapkv,snapkv:window=4")
+    out, err, code = run(capsys, "bench", *tiny, "--policies", "snapkv,snapkv:window=4")
     assert code == 1
     assert bench.UNWRAPPED in out
     assert err.splitlines()[-1] == "mmkv: nothing could be measured: snapkv 0.2: no room"
-    assert run_command(capsys, *tiny, "--policies", "local,snapkv")[2] == 0
+    assert run(capsys, "bench", *tiny, "--policies", "local,snapkv")[2] == 0
 
 
 def test_the_table_has_these_columns(capsys, tiny, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    out, err, _ = run_command(capsys, *tiny, "--policies", "full")
+    out, err, _ = run(capsys, "bench", *tiny, "--policies", "full")
     for text in ("prefill ms", "cache MB", "x tokens/s", "pays from"):
         assert sum(f" {text} " in line for line in out.splitlines() if "┃" in line) == 1, text
     # Two steps have no interval.
@@ -435,7 +428,7 @@ def test_texts_of_a_folder_are_compared_on(capsys, tmp_path):
     (tmp_path / "texts" / "one.txt").write_text("\n".join(sentences))
     words = ("--model", save_model(tmp_path / "model"), "--prompt", 400, "--new", 3, "--batch", 1)
     words += ("--rounds", 1, "--policies", "snapkv", "--data", tmp_path / "texts", "--out", out)
-    shown, err, code = run_command(capsys, *words, "--device", "cpu")
+    shown, err, code = run(capsys, "bench", *words, "--device", "cpu")
     assert (code, "bench: niah_single_2 10 of 10" in err) == (0, True)
     assert "text, nats / % same" in shown
     rows = {
@@ -468,11 +461,7 @@ def test_texts_of_a_folder_are_compared_on(capsys, tmp_path):
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, words, part):
     monkeypatch.setattr(bench, "Bench", lambda *_, **__: pytest.fail("measured"))
-    out, err, code = run_command(capsys, "--device", "cpu", *words)
-    assert (code, out) == (2, "")
-    assert err.startswith("mmkv: error: ")
-    assert err.count("\n") == 1
-    assert part in err
+    assert part in complaint(capsys, "bench", "--device", "cpu", *words)
 
 
 class TestKvpress:

@@ -7,8 +7,8 @@ import torch
 from test_bench import TOY
 
 import mmkv
+from helpers.commands import run
 from mmkv import chat
-from mmkv.cli import commands
 from mmkv.eval.speed import serve
 from mmkv.eval.speed.models import SHAPES
 from mmkv.eval.speed.serve import Timing, summary
@@ -32,10 +32,8 @@ SMALL = ["--requests", "3", "--tokens", "64", "--pictures", "1", "--new", "4"]
     "how", [["--rate", "4"], ["--clients", "2"], ["--clients", "2", "--documents", "1"]], ids=str
 )
 def test_the_table(how, capsys):
-    with pytest.raises(SystemExit) as end:
-        commands.main(["bench", "serve", *SMALL, *how])
-    assert end.value.code == 0
-    out = capsys.readouterr().out
+    out, _, code = run(capsys, "bench", "serve", *SMALL, *how)
+    assert code == 0
     assert re.search(r"generate, one by one │ +\d.* 1 │ +1.00 │", out)
 
 
@@ -101,14 +99,11 @@ def test_replies_agree_by_the_words_before_they_end():
 )
 def test_options_of_the_other_command_are_refused(words, said, capsys, monkeypatch):
     monkeypatch.setitem(SHAPES, "llama-120m-random", TOY)
-    with pytest.raises(SystemExit) as end:
-        commands.main(["bench", *words])
-    assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    _, err, code = run(capsys, "bench", *words)
+    assert code == 2
+    assert said in err
 
 
 def test_each_command_has_its_own_help(capsys):
     for words, option in ((["bench"], "--preset"), (["bench", "serve"], "--documents")):
-        with pytest.raises(SystemExit):
-            commands.main([*words, "--help"])
-        assert option in capsys.readouterr().out
+        assert option in run(capsys, *words, "--help")[0]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.commands import complaint
 from helpers.evaluation import make_tokenizer
 from mmkv.chat import Loaded
-from mmkv.cli import commands
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.samples import DataError, Sample
 from mmkv.eval.suites import files, longbench, registry
@@ -241,8 +241,5 @@ class TestWhatTheModelReads:
     def test_pictures_for_a_text_model(self, words, monkeypatch, capsys, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("mmkv.chat.load", lambda *_: Loaded("mine", None, None, False))
-        with pytest.raises(SystemExit) as end:
-            commands.main(words.split())
-        said = capsys.readouterr().err
-        assert end.value.code == 2
+        said = complaint(capsys, *words.split())
         assert "shows pictures, and model 'mine' reads text only: use continuation, ruler" in said

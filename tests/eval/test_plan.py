@@ -8,9 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mmkv
 from helpers import zoo
+from helpers.commands import run
 from helpers.marks import since
 from helpers.models import make_inputs, make_model
-from mmkv.cli import commands
 from mmkv.eval.speed.models import SHAPES, make
 from mmkv.eval.speed.plan import CARDS, Load, Sizes, empty_slots, held, plan
 
@@ -65,13 +65,11 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     profile.save(tmp_path / "profile.json")
     monkeypatch.setenv("COLUMNS", "200")
     shown = list[str]()
-    for more in ([], ["--profile", str(tmp_path / "profile.json")]):
-        with pytest.raises(SystemExit) as end:
-            commands.main(
-                ["plan", "llama-7b-2-layers-random", "--batch", "64", "--prompt", "2048", *more]
-            )
-        assert not end.value.code
-        shown += re.findall(r"condense 0.2 +\S +([\d.]+)", capsys.readouterr().out)
+    for more in ([], ["--profile", tmp_path / "profile.json"]):
+        words = ("plan", "llama-7b-2-layers-random", "--batch", 64, "--prompt", 2048, *more)
+        out, _, code = run(capsys, *words)
+        assert code == 0
+        shown += re.findall(r"condense 0.2 +\S +([\d.]+)", out)
     plain, padded = map(float, shown)
     assert plain < padded < 1.15 * plain
 
@@ -193,28 +191,18 @@ def test_fewer_bits_and_one_layer_at_a_time(small):
 
 @pytest.mark.slow
 def test_the_command(capsys, monkeypatch):
-    from mmkv.cli import commands
-
     monkeypatch.setenv("COLUMNS", "80")
     for model in ("llava-1.5-7b-random", "builtin"):
-        with pytest.raises(SystemExit) as end:
-            commands.main(["plan", model, "--batch", "2", "--policy", "snapkv"])
-        assert not end.value.code
-        shown = capsys.readouterr().out
+        shown, _, code = run(capsys, "plan", model, "--batch", 2, "--policy", "snapkv")
+        assert code == 0
         assert "full cache" in shown
         assert "snapkv 0.2" in shown
     for wrong in (["--gpu", "abacus"], ["--dtype", "int1"], ["--budget", "x"]):
-        with pytest.raises(SystemExit) as end:
-            commands.main(["plan", "llama-8b-random", *wrong])
-        assert end.value.code == 2
-    with pytest.raises(SystemExit) as end:
-        commands.main(["plan", "no/such-folder-here"])
-    assert end.value.code
+        assert run(capsys, "plan", "llama-8b-random", *wrong)[2] == 2
+    assert run(capsys, "plan", "no/such-folder-here")[2] != 0
     assert torch.get_default_device().type == "cpu"
     monkeypatch.setenv("COLUMNS", "200")
-    with pytest.raises(SystemExit):
-        commands.main(["plan", "--help"])
-    assert ", ".join(CARDS) in capsys.readouterr().out
+    assert ", ".join(CARDS) in run(capsys, "plan", "--help")[0]
 
 
 @pytest.mark.slow
@@ -239,9 +227,7 @@ def test_of_every_model(name):
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "said"), [(4096, ""), (5000, "beyond the 4,096 positions")])
 def test_more_tokens_than_a_model_reads_are_said(capsys, prompt, said):
-    words = f"plan llava-1.5-7b-random --prompt {prompt - 256} --new 256"
-    with pytest.raises(SystemExit) as end:
-        commands.main(words.split())
-    told = capsys.readouterr().err
-    assert (end.value.code or 0, bool(told)) == (0, bool(said))
+    words = ("plan", "llava-1.5-7b-random", "--prompt", prompt - 256, "--new", 256)
+    _, told, code = run(capsys, *words)
+    assert (code, bool(told)) == (0, bool(said))
     assert said in told

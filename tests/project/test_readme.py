@@ -17,6 +17,7 @@ import torch
 import typer
 
 import mmkv
+from helpers.commands import run
 from helpers.models import make_inputs, make_model
 from helpers.serving import listening
 from mmkv import budgets, chat, registry, tables
@@ -246,11 +247,8 @@ class TestCommands:
     @pytest.mark.parametrize("words", commands_of("chat"), ids=shown)
     def test_chats_run_as_they_stand(self, words, monkeypatch, tmp_path, capsys):
         monkeypatch.chdir(ROOT)
-        more = ("--out", str(tmp_path), "--max-new-tokens", "12")
-        with pytest.raises(SystemExit) as end:
-            commands.main([*words[1:], *more])
-        printed = capsys.readouterr()
-        assert (end.value.code or 0, printed.err) == (0, "")
+        more = ("--out", tmp_path, "--max-new-tokens", 12)
+        assert run(capsys, *words[1:], *more)[1:] == ("", 0)
         assert list(tmp_path.glob("*.png"))
 
     @pytest.mark.slow
@@ -258,9 +256,7 @@ class TestCommands:
         """What is asked about the shipped picture is what the model knows."""
         monkeypatch.chdir(ROOT)
         words = next(x for x in commands_of("chat") if "--json" not in x)  # the README's
-        with pytest.raises(SystemExit):
-            commands.main([*words[1:], "--out", str(tmp_path), "--json"])
-        data = json.loads(capsys.readouterr().out)
+        data = json.loads(run(capsys, *words[1:], "--out", tmp_path, "--json")[0])
         scene = scenes.make_scene(1, count=4)
         (item,) = [x for x in scene.objects if x.place in data["question"]]
         for side in ("full", "compressed"):
@@ -272,9 +268,7 @@ class TestCommands:
         (line,) = re.findall(r"^\t\$\(BIN\)/mmkv (chat .*)$", MAKEFILE, re.MULTILINE)
         (picture,) = re.findall(r"^PICTURE := (.*)$", MAKEFILE, re.MULTILINE)
         words = shlex.split(line.replace("$(PICTURE)", picture))
-        with pytest.raises(SystemExit):
-            commands.main([*words, "--out", str(tmp_path), "--json"])
-        data = json.loads(capsys.readouterr().out)
+        data = json.loads(run(capsys, *words, "--out", tmp_path, "--json")[0])
         assert data["full"]["answer"] == data["compressed"]["answer"]
         assert data["report"]["prompt_fraction"] == pytest.approx(0.2, abs=0.005)
 
@@ -331,11 +325,9 @@ class TestCommands:
     def test_the_plan_is_as_printed(self, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "120")
         (line,) = [x for x in lines() if x.startswith(".venv/bin/mmkv plan ")]
-        with pytest.raises(SystemExit):
-            commands.main(shlex.split(line)[1:])
         printed = [
             [cell.strip() for cell in text.strip("│").split("│")]
-            for text in capsys.readouterr().out.splitlines()
+            for text in run(capsys, *shlex.split(line)[1:])[0].splitlines()
             if text.startswith("│")
         ]
         section = between(SPEED, "## What fits on a card", "## On a GPU")
