@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 import mmkv
 from helpers.marks import cases, since
 from helpers.masking import masked_logits, pairs_of
-from helpers.memory import LargestOutput
+from helpers.memory import Outputs
 from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, ending, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, short
 from mmkv.merge.neighbours import MergeByFeature
@@ -355,7 +355,7 @@ def test_a_decode_step_allocates_nothing_that_grows(policy):
             for block in (b for x in cache.compressed for b in x.blocks):
                 block._ensure(block.schedule.width)  # no growth within the counted step
             position = torch.tensor([[seen]])
-            with LargestOutput() as largest:
+            with Outputs() as largest:
                 model(input_ids=position * 0 + 5, position_ids=position, past_key_values=cache)
         sizes.append(largest.numel)
     assert sizes[0] == sizes[1], f"the largest new tensor grew with the cache: {sizes}"

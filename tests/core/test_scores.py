@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.memory import LargestOutput
+from helpers.memory import Outputs
 from helpers.models import left_padded
 from mmkv.scores import accumulated_attention, recency, window_attention
 from mmkv.scores import attention as tiling
@@ -162,13 +162,13 @@ def test_queries_that_see_nothing_give_nothing() -> None:
 def test_accumulated_equals_the_full_softmax_and_makes_no_square_matrix() -> None:
     Hq, H, N, D, block = 4, 2, 2048, 32, 128
     query, key = random(1, Hq, N, D, seed=5), random(1, H, N, D, seed=6)
-    with LargestOutput() as square:
+    with Outputs() as square:
         logits = query @ key.repeat_interleave(Hq // H, dim=1).mT * D**-0.5
         future = torch.ones(N, N, dtype=torch.bool).triu(1)
         columns = logits.masked_fill(future, -torch.inf).softmax(-1).sum(2)
     mask = ~future[None, None]
     for options in ({}, {"mask": mask}):
-        with LargestOutput() as blockwise:
+        with Outputs() as blockwise:
             got = accumulated_attention(query, key, block=block, **options)
         want = columns.view(1, H, Hq // H, N).mean(2)
         assert float((got - want).abs().max()) < 1e-4

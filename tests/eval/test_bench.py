@@ -13,13 +13,12 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmkv
 from helpers.commands import complaint, run
 from helpers.evaluation import WORDS, save_model
 from helpers.marks import cases
-from helpers.recording import tensors_in
+from helpers.memory import Outputs
 from mmkv.eval.speed import bench, models, plan, rival
 
 TOY = ("llama", (64, 96, 3, 4, 4, 256, 8192))
@@ -284,25 +283,6 @@ class TestRows:
             assert "full" in [r.label for r in bench.make_rows(one, kvpress=True)]
 
 
-class _Tensors(TorchDispatchMode):
-    """Counts bytes of the tensors that operations allocate or write; views cost nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        given = tensors_in((args, kwargs))
-        before = {x.untyped_storage().data_ptr() for x in given}
-        out = func(*args, **kwargs)
-        found = [x.untyped_storage() for x in tensors_in(out)]
-        self.nbytes += sum(x.nbytes() for x in found if x.data_ptr() not in before)
-        if any(x in func._schema.name for x in ("copy_", "scatter_", "fill_")):
-            self.nbytes += args[0].numel() * args[0].element_size()
-        return out
-
-
 @cases("policy", ["none", "snapkv", "prefixkv", "h2o", "adakv"], "h2o", "none")
 def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, policy):
     """While a plain cache copies itself."""
@@ -314,7 +294,7 @@ def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, po
         reply = models.reply(one, models.make_prompt(one, 1, prompt))
         for _ in range(3):
             next(reply)
-        with _Tensors() as counter:
+        with Outputs() as counter:
             _, nbytes, _ = next(reply)
         taken.append(counter.nbytes)
         held.append(nbytes)

@@ -25,19 +25,22 @@ def storages(head_dim: int) -> dict[int, int]:
     }
 
 
-class LargestOutput(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that any operation makes."""
+class Outputs(TorchDispatchMode):
+    """Elements of the largest tensor that any operation makes; bytes that are made or written."""
 
     def __init__(self):
         super().__init__()
-        self.numel = 0
+        self.numel = self.nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {x.untyped_storage().data_ptr() for x in tensors_in((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        found, given = tensors_in(out), tensors_in((args, kwargs))
-        there = {x.untyped_storage().data_ptr() for x in given}
-        sizes = [x.numel() for x in found if x.untyped_storage().data_ptr() not in there]
-        self.numel = max([self.numel, *sizes])
+        for x in tensors_in(out):
+            if x.untyped_storage().data_ptr() not in before:  # views cost nothing
+                self.numel = max(self.numel, x.numel())
+                self.nbytes += x.untyped_storage().nbytes()
+        if any(x in func._schema.name for x in ("copy_", "scatter_", "fill_")):
+            self.nbytes += args[0].numel() * args[0].element_size()
         return out
 
 
