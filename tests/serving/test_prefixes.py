@@ -13,6 +13,7 @@ import mmkv
 from helpers import zoo
 from helpers.marks import cases
 from helpers.models import make_inputs, make_model
+from helpers.serving import watched
 from mmkv.attach.attachment import attachment_of
 from mmkv.builtin import example_pictures, load_builtin
 from mmkv.chat import Loaded, encode_messages
@@ -24,11 +25,33 @@ from mmkv.serving.reply import TextStream
 IDS = torch.arange(12).view(3, 4)
 TEXT, EMPTY = ({"type": "text", "text": x} for x in ("a", ""))
 PICTURE = {"type": "image"}
+QUESTION = make_inputs("llama", (5,), seed=9)
+
+
+class Pieces:
+    """A tokenizer whose tokens are pieces of bytes."""
+
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    def decode(self, tokens, skip_special_tokens):
+        return b"".join(self.pieces[t] for t in tokens).decode("utf-8", errors="replace")
 
 
 @pytest.fixture(scope="module")
 def builtin():
     return load_builtin()
+
+
+def ask(engine, prefix, new=2, **how):
+    """The reply to a question about a prefix."""
+    return engine.submit(inputs=QUESTION, prefix=prefix, max_new_tokens=new, **how)
+
+
+def shares(engine, prefix, **how):
+    """Whether a request finds its prefix read, and its reply."""
+    reply = ask(engine, prefix, new=4, **how)
+    return reply.result(60) and reply.usage.shared, reply.tokens
 
 
 def asked(picture, question):
@@ -49,20 +72,15 @@ def test_a_prefix_is_read_once_and_asked_many_times(models, policy, memory):
             context = mmkv.read(model, one)
             wanted += [context.ask(q, max_new_tokens=12)[0].tolist() for q in questions]
         with Engine(model, prefill_chunk=16, cache_memory=memory) as engine:
-            most = []
-            hooks = [
-                layer.register_forward_hook(lambda *args: most.append(engine.stats().cache_bytes))
-                for layer in engine._attachment.parts.layers
-            ]
-            replies = [
-                engine.submit(inputs=q, prefix=one, max_new_tokens=12)
-                for one in (prefix, other)
-                for q in questions
-            ]
-            assert [x.result(60)[0] for x in replies] == wanted
+            with watched(engine) as (most, over):
+                replies = [
+                    engine.submit(inputs=q, prefix=one, max_new_tokens=12)
+                    for one in (prefix, other)
+                    for q in questions
+                ]
+                assert [x.result(60)[0] for x in replies] == wanted
             stats = engine.stats()
-            for hook in hooks:
-                hook.remove()
+            assert not over
         if memory is None:
             assert [x.usage.shared for x in replies] == [False, True, True] * 2
             assert stats.prefixes == 2
@@ -90,31 +108,25 @@ def test_a_prefix_is_taken_over_where_there_is_no_room_for_two(models):
 def test_the_least_recently_used_prefix_leaves(models):
     model = models("llama")
     prefixes = [make_inputs("llama", (60,), seed=i) for i in range(3)]
-    question = make_inputs("llama", (5,), seed=9)
     with mmkv.wrapped(model, "local", 0.4), Engine(model, max_prefixes=2) as engine:
-
-        def hit(i):
-            reply = engine.submit(inputs=question, prefix=prefixes[i], max_new_tokens=2)
-            reply.result(60)
-            return reply.usage.shared
-
-        assert [hit(i) for i in (0, 1, 0, 2, 0, 1)] == [False, False, True, False, True, False]
+        found = [shares(engine, prefixes[i])[0] for i in (0, 1, 0, 2, 0, 1)]
+    assert found == [False, False, True, False, True, False]
 
 
 @contextmanager
 def holding_a_prefix(model, tokens):
-    """An engine with memory for so many tokens that holds a prefix; the prefix, and a question."""
-    prefix, question = make_inputs("llama", (60,)), make_inputs("llama", (5,), seed=9)
+    """An engine with memory for so many tokens that holds a prefix, and the prefix."""
+    prefix = make_inputs("llama", (60,))
     with mmkv.wrapped(model, "full"), Engine(model, cache_memory=tokens * 768) as engine:
-        engine.submit(inputs=question, prefix=prefix, max_new_tokens=2).result(60)
-        yield engine, prefix, question
+        ask(engine, prefix).result(60)
+        yield engine, prefix
 
 
 def test_a_request_waits_for_memory_rather_than_take_its_prefix_from_others(models):
-    with holding_a_prefix(models("llama"), 235) as (engine, prefix, question):
+    with holding_a_prefix(models("llama"), 235) as (engine, prefix):
         first = engine.submit(inputs=make_inputs("llama", (60,), seed=1), max_new_tokens=60)
         next(iter(first))
-        reply = engine.submit(inputs=question, prefix=prefix, max_new_tokens=2)
+        reply = ask(engine, prefix)
         next(iter(reply))
         assert first.finish_reason == "length"
         assert reply.usage.shared
@@ -122,15 +134,14 @@ def test_a_request_waits_for_memory_rather_than_take_its_prefix_from_others(mode
 
 
 def test_a_request_with_a_held_prefix_but_no_room_lets_an_older_one_start(models):
-    with holding_a_prefix(models("llama"), 300) as (engine, prefix, question):
+    with holding_a_prefix(models("llama"), 300) as (engine, prefix):
         running = engine.submit(inputs=make_inputs("llama", (20,), seed=1), max_new_tokens=100)
         next(iter(running))
         begun = []
         start = engine._worker._start
         engine._worker._start = lambda x: (begun.append(x.reply), start(x))
         with engine._worker.wake:  # both wait before either is begun
-            small = engine.submit(inputs=question, max_new_tokens=2)
-            large = engine.submit(inputs=question, prefix=prefix, max_new_tokens=90)
+            small, large = ask(engine, None), ask(engine, prefix, new=90)
         assert [len(x.result(60)[0]) for x in (small, large)] == [2, 90]
         assert begun == [small, large]
         assert large.usage.shared
@@ -140,17 +151,12 @@ def test_a_request_with_a_held_prefix_but_no_room_lets_an_older_one_start(models
 def test_a_prefix_that_a_request_waits_for_stays(models, limit):
     model = models("llama")
     prefixes = [make_inputs("llama", (60,), seed=i) for i in range(3)]
-    question = make_inputs("llama", (5,), seed=9)
     with mmkv.wrapped(model, "local", 0.4), Engine(model, **limit) as engine:
-
-        def ask(i):
-            return engine.submit(inputs=question, prefix=prefixes[i], max_new_tokens=2)
-
         for i in (0, 1):
-            ask(i).result(60)
+            ask(engine, prefixes[i]).result(60)
         assert engine.stats().prefixes == 2
         with engine._worker.wake:  # both wait before either is begun
-            replies = [ask(2), ask(0)]
+            replies = [ask(engine, prefixes[i]) for i in (2, 0)]
         for reply in replies:
             reply.result(60)
         assert [x.usage.shared for x in replies] == [False, True]
@@ -222,13 +228,6 @@ def test_an_empty_question_is_not_cut_off(builtin):
     assert encode(loaded, [told[0], told[1] | {"content": ""}], split=True)[1:] == (None, None)
 
 
-def shares(engine, prefix, **how):
-    """Whether a request finds its prefix read, and its reply."""
-    given = {"inputs": make_inputs("llama", (5,), seed=9), "prefix": prefix}
-    reply = engine.submit(**given, max_new_tokens=4, **how)
-    return reply.result(60) and reply.usage.shared, reply.tokens
-
-
 def test_another_policy_or_budget_or_task_reads_for_itself(models):
     model, prefix = models("llama"), make_inputs("llama", (60,))
     with mmkv.wrapped(model, "local", 0.4), Engine(model) as engine:
@@ -251,12 +250,12 @@ def test_another_adapter_reads_for_itself():
     config = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
     lora = peft.get_peft_model(make_model("llama"), config, "one").eval()
     lora.add_adapter("other", config)
-    prefix, question = make_inputs("llama", (60,)), make_inputs("llama", (5,), seed=9)
+    prefix = make_inputs("llama", (60,))
     with mmkv.wrapped(lora, "local", 0.4), Engine(lora) as engine:
         for shared in (False, True):
             for name in ("one", "other"):
                 lora.set_adapter(name)
-                wanted = mmkv.read(lora, prefix).ask(question, max_new_tokens=4)[0].tolist()
+                wanted = mmkv.read(lora, prefix).ask(QUESTION, max_new_tokens=4)[0].tolist()
                 assert shares(engine, prefix) == (shared, wanted)
 
 
@@ -320,23 +319,9 @@ def test_a_stop_text_ends_the_reply_and_is_left_out(builtin):
         assert reply.finish_reason == "stop"
 
 
-class Bytes:
-    """A tokenizer whose tokens are bytes of UTF-8."""
-
-    def decode(self, tokens, skip_special_tokens):
-        return bytes(tokens).decode("utf-8", errors="replace")
-
-
-class Words(list):
-    """A tokenizer whose tokens are places of its texts."""
-
-    def decode(self, tokens, skip_special_tokens):
-        return "".join(self[i] for i in tokens)
-
-
 def test_the_first_of_several_stop_texts_counts():
     for stop in itertools.permutations(("two", "three", "four")):
-        stream = TextStream(Words(["zero ", "one two three four"]), stop)
+        stream = TextStream(Pieces(b"zero ", b"one two three four"), stop)
         assert stream.add(0) + stream.add(1) == "zero one "
         assert stream.stopped
 
@@ -351,7 +336,7 @@ def test_the_first_of_several_stop_texts_counts():
     ],
 )
 def test_text_is_given_out_when_it_is_certain(text, stop, wanted):
-    stream, given = TextStream(Bytes(), stop), []
+    stream, given = TextStream(Pieces(*(bytes([i]) for i in range(256))), stop), []
     for token in text.encode():
         given.append(stream.add(token))
         assert "\ufffd" not in given[-1]
@@ -359,16 +344,6 @@ def test_text_is_given_out_when_it_is_certain(text, stop, wanted):
         if stream.stopped:
             break
     assert "".join(given) + stream.end() == wanted
-
-
-class Pieces:
-    """A tokenizer whose tokens are pieces of bytes."""
-
-    def __init__(self, *pieces):
-        self.pieces = pieces
-
-    def decode(self, tokens, skip_special_tokens):
-        return b"".join(self.pieces[t] for t in tokens).decode("utf-8", errors="replace")
 
 
 def test_a_stop_text_that_ends_in_the_token_of_an_incomplete_character():
@@ -395,7 +370,7 @@ def test_replies_attend_to_a_held_prefix_and_hold_what_comes_behind_it(models, p
                 seen.append((len(worker.batch.pool.members), worker.batch.pool.nbytes))
 
             with model.model.layers[0].register_forward_hook(look):
-                engine.submit(inputs=questions[0], prefix=prefix, max_new_tokens=2).result(60)
+                ask(engine, prefix).result(60)
                 with worker.wake:
                     replies = [
                         engine.submit(inputs=x, prefix=prefix, max_new_tokens=16) for x in questions
@@ -411,18 +386,14 @@ def test_a_prefix_that_replies_attend_to_is_not_dropped(models):
     """Another one is read and dropped in its place, and replies that hold a copy go on with it."""
     model = models("llama")
     prefixes = [make_inputs("llama", (60,), seed=i) for i in range(2)]
-    question = make_inputs("llama", (5,), seed=9)
     with mmkv.wrapped(model, "full"), Engine(model, max_prefixes=1) as engine:
-        wanted = [mmkv.read(model, x).ask(question, max_new_tokens=60)[0] for x in prefixes]
+        wanted = [mmkv.read(model, x).ask(QUESTION, max_new_tokens=60)[0] for x in prefixes]
         held = []
         hook = model.model.layers[0].register_forward_hook(
             lambda *args: held.append(list(engine._worker.prefixes))
         )
         with engine._worker.wake:
-            replies = [
-                engine.submit(inputs=question, prefix=prefixes[i], max_new_tokens=60)
-                for i in (0, 0, 1, 1)
-            ]
+            replies = [ask(engine, prefixes[i], new=60) for i in (0, 0, 1, 1)]
         for i, reply in zip((0, 0, 1, 1), replies, strict=True):
             assert reply.result(60)[0] == wanted[i].tolist()
         hook.remove()
@@ -436,19 +407,14 @@ def test_requests_with_a_held_prefix_go_first_but_for_some_time_only(
 ):
     model = models("llama")
     prefixes = [make_inputs("llama", (60,), seed=i) for i in range(2)]
-    question = make_inputs("llama", (5,), seed=9)
     with mmkv.wrapped(model, "local", 0.4), Engine(model) as engine:
-
-        def ask(i):
-            return engine.submit(inputs=question, prefix=prefixes[i], max_new_tokens=2)
-
-        ask(1).result(60)
+        ask(engine, prefixes[1]).result(60)
         worker, begun = engine._worker, []
         monkeypatch.setattr(worker, "limits", replace(worker.limits, max_batch=most))
         start = worker._start
         monkeypatch.setattr(worker, "_start", lambda x: (begun.append(x.reply), start(x)))
         with worker.wake:  # all wait before one is begun
-            replies = [ask(i) for i in (0, 1, 1, 1)]
+            replies = [ask(engine, prefixes[i]) for i in (0, 1, 1, 1)]
         for reply in replies:
             reply.result(60)
     assert [replies.index(x) for x in begun] == order
