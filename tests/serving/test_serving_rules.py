@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import http.client
 import io
 import json
 import re
@@ -15,6 +16,8 @@ import pytest
 import torch
 from PIL import Image
 
+pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
+
 import mmkv
 from helpers.marks import since
 from helpers.models import make_inputs, make_model
@@ -22,10 +25,13 @@ from helpers.serving import WrittenEngine
 from mmkv import calls
 from mmkv.attach.attachment import attachment_of
 from mmkv.calls import CACHE
-from mmkv.serving import Busy, Engine
+from mmkv.serving import Busy, Engine, errors, metrics, server
+from mmkv.serving import service as services
+from mmkv.serving.api import ChatRequest, CompletionRequest
 from mmkv.serving.batch import _let_go
 from mmkv.serving.errors import RequestError
 from mmkv.serving.memory import Bounds
+from mmkv.serving.pictures import _fetched, read_picture
 from mmkv.serving.prompts import Reader
 from mmkv.serving.reply import MOST_LOGPROBS, Sampling, TextStream, overlap
 from mmkv.serving.worker import Worker
@@ -179,9 +185,6 @@ def test_a_prompt_without_a_prefix_shares_nothing(text_model):
 
 
 def test_one_best_answer_of_several_is_what_is_given():
-    pytest.importorskip("pydantic", reason="pip install 'mmkv[serve]'")
-    from mmkv.serving.api import CompletionRequest
-
     CompletionRequest(model="m", prompt="a", n=2, best_of=1).replies()
     with pytest.raises(RequestError, match="best_of"):
         CompletionRequest(model="m", prompt="a", n=2, best_of=3).replies()
@@ -198,9 +201,6 @@ def test_one_best_answer_of_several_is_what_is_given():
     ],
 )
 def test_each_of_several_answers_has_a_seed_that_a_request_may_have(seed, wanted):
-    pytest.importorskip("pydantic", reason="pip install 'mmkv[serve]'")
-    from mmkv.serving.api import CompletionRequest
-
     replies = CompletionRequest(model="m", prompt="a", n=3, seed=seed).replies()
     assert [x["sampling"].seed for x in replies] == wanted
 
@@ -222,7 +222,7 @@ def test_a_reply_that_is_alone_keeps_its_own_cache(text_model):
 
 
 def test_bounds_of_requests_are_those_of_the_documents():
-    limits = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'").Limits()
+    limits = errors.Limits()
     text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     reads, writes = (f"{x:g} seconds" for x in (limits.read_seconds, limits.write_seconds))
     files = f"{limits.picture_bytes // 2**20} MiB"
@@ -240,9 +240,6 @@ def test_bounds_of_requests_are_those_of_the_documents():
 @pytest.mark.parametrize("n", [3000, 3001, 3002])
 def test_the_largest_picture_may_come_as_a_data_url(n):
     """Bytes of the file count, not letters of the URL, which are a third more."""
-    errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
-    from mmkv.serving.pictures import read_picture
-
     file = io.BytesIO()
     Image.new("RGB", (8, 6)).save(file, "PNG")
     raw = base64.b64encode(file.getvalue().ljust(n, b"\0")).decode()
@@ -259,9 +256,6 @@ def test_the_largest_picture_may_come_as_a_data_url(n):
 
 
 def test_letters_that_are_no_base64_are_refused():
-    errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
-    from mmkv.serving.pictures import read_picture
-
     file = io.BytesIO()
     Image.new("RGB", (8, 6)).save(file, "PNG")
     raw = base64.b64encode(file.getvalue()).decode()
@@ -305,7 +299,6 @@ def test_a_reply_whose_tokens_compete_has_no_bound_of_its_own():
 
 def test_times_are_counted_in_steps_of_a_decade():
     """Three of them, as dashboards that show the metrics know them."""
-    metrics = pytest.importorskip("mmkv.serving.metrics", reason="pip install 'mmkv[serve]'")
     page = metrics.Metrics(WrittenEngine()).page().decode()
 
     def buckets(name):
@@ -391,7 +384,6 @@ class TestConnection:
 
     @pytest.fixture
     def made(self):
-        server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
         made, timers = object.__new__(server._Connection), []
 
         def call_later(seconds, function):
@@ -420,8 +412,6 @@ class TestConnection:
 
     @pytest.mark.parametrize(("others", "refused"), [(1, False), (2, True)])
     def test_one_more_than_may_be_open_is_told_so(self, made, monkeypatch, others, refused):
-        from mmkv.serving import server
-
         connection, timers = made
         connection._limits = server.Limits(connections=2, read_seconds=3)
         connection.connections, sent = set(range(others)), []
@@ -453,8 +443,6 @@ class TestBodies:
 
     def read(self, pieces, headers=None, room=100):
         """The body, or the status of what is answered in its place; and what room is left."""
-        errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
-        from mmkv.serving import service as module
 
         def taken(raw, kind, **_):
             return SimpleNamespace(raw=raw, model=None)
@@ -465,13 +453,13 @@ class TestBodies:
                     await asyncio.sleep(60)
                 yield piece
 
-        service = object.__new__(module.Service)
+        service = object.__new__(services.Service)
         service.limits, service.room = errors.Limits(body_bytes=40, read_seconds=0.05), room
         service._ignore_unknown = False
         given = {"content-type": "application/json", **(headers or {})}
         request = SimpleNamespace(headers=given, stream=stream)
         with ExitStack() as ending, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "read", taken)
+            patch.setattr(services, "read", taken)
             try:
                 found = asyncio.run(service._read(request, None, ending)).raw
             except RequestError as error:
@@ -547,9 +535,6 @@ def test_replies_take_a_step_within_a_chunk_that_takes_longer_than_the_last():
 
 @pytest.mark.parametrize(("prompts", "n", "fits"), [(128, 1, True), (129, 1, False), (64, 2, True)])
 def test_replies_of_one_request_are_at_most_128(prompts, n, fits):
-    pytest.importorskip("pydantic", reason="pip install 'mmkv[serve]'")
-    from mmkv.serving.api import CompletionRequest
-
     asked = CompletionRequest(model="m", prompt=["a"] * prompts, n=n)
     if fits:
         assert len(asked.replies()) == 128
@@ -565,9 +550,6 @@ def test_what_is_told_is_at_most_500_letters(n, told):
 
 @pytest.mark.parametrize("n", [40, 41])
 def test_a_kind_of_part_is_told_up_to_its_fortieth_letter(n):
-    errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
-    from mmkv.serving.api import ChatRequest
-
     part = {"role": "user", "content": [{"type": "x" * n}]}
     body = json.dumps({"model": "m", "messages": [part]}).encode()
     with pytest.raises(RequestError, match=f"parts of type '{'x' * 40}' are not read here"):
@@ -578,9 +560,6 @@ def test_a_kind_of_part_is_told_up_to_its_fortieth_letter(n):
     ("url", "path"), [("http://x", "/"), ("http://x/a/b", "/a/b"), ("http://x?q=1", "/?q=1")]
 )
 def test_a_picture_of_a_host_is_read_up_to_its_bound(monkeypatch, url, path):
-    errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
-    from mmkv.serving import pictures
-
     asked, pieces = [], []
 
     class Connection:
@@ -596,14 +575,14 @@ def test_a_picture_of_a_host_is_read_up_to_its_bound(monkeypatch, url, path):
         def close(self):
             asked.append("closed")
 
-    monkeypatch.setattr(pictures.http.client, "HTTPConnection", Connection)
+    monkeypatch.setattr(http.client, "HTTPConnection", Connection)
     limits = errors.Limits(picture_bytes=10, read_seconds=3)
     pieces += [b"a" * 6, b"b" * 4, b""]
-    assert pictures._fetched(url, limits, {"x"}) == b"aaaaaabbbb"
+    assert _fetched(url, limits, {"x"}) == b"aaaaaabbbb"
     assert asked == [("x", 3), ("GET", path), "closed"]
     pieces += [b"a" * 6, b"b" * 5, b""]
     with pytest.raises(RequestError, match="larger than"):
-        pictures._fetched(url, limits, {"x"})
+        _fetched(url, limits, {"x"})
     assert asked[3:] == asked[:3]
 
 
