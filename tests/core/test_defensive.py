@@ -8,7 +8,7 @@ import torch
 
 import mmkv
 from helpers.models import make_inputs, make_model
-from helpers.oracle import prefilled, top
+from helpers.oracle import pool, prefilled, top
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.defensive import DefensiveAttention
 from mmkv.scores.values import output_norms
@@ -78,10 +78,7 @@ def naive(heads: list[dict], window: int, kernel: int, size: int | None, *, apar
         worst = [0.0] * M
         for rows in attention:
             for row in rows:
-                near = [
-                    sum(row[max(0, j - kernel // 2) : j + kernel // 2 + 1]) / kernel
-                    for j in range(M)
-                ]
+                near = pool(row, kernel, "avg")
                 again = sum(row) / sum(near)
                 worst = [max(a, b * again) for a, b in zip(worst, near, strict=True)]
         scores.append([max(s, sum(worst) / M) for s in worst])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from helpers.memory import Outputs
 from helpers.models import left_padded
+from helpers.oracle import pool
 from mmkv.scores import accumulated_attention, recency, window_attention
 from mmkv.scores import attention as tiling
 from mmkv.sizes.squeeze import residual_similarity
@@ -44,16 +45,6 @@ def naive_attention(query: Tensor, key: Tensor, *, scale, softcap=None, mask=Non
         for j, x in zip(seen, logits, strict=True):
             attention[i, j] = math.exp(x) / total
     return attention
-
-
-def pool(values: list[float], kernel_size: int, pooling: str | None) -> list[float]:
-    if pooling is None:
-        return values
-    half, pooled = kernel_size // 2, list[float]()
-    for j in range(len(values)):
-        inside = values[max(0, j - half) : j + half + 1]
-        pooled.append(sum(inside) / kernel_size if pooling == "avg" else max(inside))
-    return pooled
 
 
 def naive(query: Tensor, key: Tensor, *, window=None, weights=None, bias=None, **options):

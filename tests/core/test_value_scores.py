@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mmkv
 from helpers.models import random
+from helpers.oracle import pool
 from mmkv.cache.selection import importance
 from mmkv.layer_inputs import LayerInputs
 from mmkv.scores import accumulated_attention, window_attention
@@ -115,11 +116,6 @@ def test_values_far_from_zero_keep_their_digits():
     torch.testing.assert_close(residuals(far, N), residuals(layer, N), atol=1e-3, rtol=1e-2)
 
 
-def pool(values: list[float], width: int) -> list[float]:
-    half = width // 2
-    return [max(values[max(0, j - half) : j + half + 1]) for j in range(len(values))]
-
-
 def norm_of(layer: LayerInputs, b: int, h: int, j: int, kind: str) -> float:
     """||v||_1, or the mean of ||W_O v||_1 over the group."""
     v = layer.value[b, h, j]
@@ -157,7 +153,7 @@ def test_the_value_option_is_what_its_formula_says(part: str, value: Any):
             if value == "residual":
                 rows = [lost[b, h, g, :n].tolist() for g in range(G)]
                 if part == "window":
-                    rows = [pool(row, 3) for row in rows]
+                    rows = [pool(row, 3, "max") for row in rows]
                 mean = torch.tensor(rows).mean(0)
                 want[b, h, :n] = mean.masked_fill(~layer.valid[b, :n], 0.0)
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)

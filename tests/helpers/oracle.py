@@ -170,16 +170,22 @@ def measured_similarity():
         yield found
 
 
+def pool(values: list[float], kernel_size: int, pooling: str | None) -> list[float]:
+    if pooling is None:
+        return values
+    half, pooled = kernel_size // 2, list[float]()
+    for j in range(len(values)):
+        inside = values[max(0, j - half) : j + half + 1]
+        pooled.append(sum(inside) / kernel_size if pooling == "avg" else max(inside))
+    return pooled
+
+
 def window_scores(attention, window, kernel, pooling, recent=False) -> list[float]:
     """SnapKV's scores of the tokens before the window, by one head's group [G, N, N]."""
     shares = torch.arange(1.0, window + 1) if recent else torch.ones(window)
     seen = shares.to(attention.dtype) @ attention[:, -window:, :-window] / shares.sum()
-    total = torch.zeros_like(seen[0])
-    for j in range(seen.shape[1]):
-        near = seen[:, max(0, j - kernel // 2) : j + kernel // 2 + 1]
-        pooled = {"max": near.amax(1, keepdim=True), "avg": near.sum(1, keepdim=True) / kernel}
-        total[j] = pooled.get(pooling, seen[:, j : j + 1]).mean()
-    return total.tolist()
+    rows = [pool(row, kernel, pooling) for row in seen.tolist()]
+    return [sum(x) / len(rows) for x in zip(*rows, strict=True)]
 
 
 def top(scores: list[float], n: int) -> set[int]:

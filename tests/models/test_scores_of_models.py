@@ -15,6 +15,7 @@ from torch import Tensor
 import mmkv
 from helpers import zoo
 from helpers.marks import cases
+from helpers.oracle import window_scores
 from mmkv.cache.layer import CompressedLayer
 
 BUDGET, WINDOW, KERNEL = 0.3, 5, 3
@@ -56,25 +57,14 @@ def attended(name: str, rows: str) -> tuple[dict[str, Tensor], list[Any]]:
     return inputs, [None if kind == "linear_attention" else next(found) for kind in kinds]
 
 
-def window_score(attention: Tensor, pooling: str) -> Tensor:
-    """SnapKV's and XKV's score of one row without padding: [Hq, N, N] -> [Hq, N - WINDOW]."""
-    mean = attention[:, -WINDOW:, :-WINDOW].mean(1)
-    Hq, n = mean.shape
-    pooled = torch.zeros(Hq, n)
-    for j in range(n):
-        near = mean[:, max(0, j - KERNEL // 2) : j + KERNEL // 2 + 1]
-        pooled[:, j] = near.amax(1) if pooling == "max" else near.sum(1) / KERNEL
-    return pooled
-
-
 def score_of(policy: str, attention: Tensor, H: int) -> Tensor:
     """The score [H, N] of one row without padding, of its attention [Hq, N, N]."""
+    groups = attention.unflatten(0, (H, -1))
     if policy == "h2o":
-        found = attention.sum(1)  # over the queries
-    else:
-        found = window_score(attention, "max" if policy == "snapkv" else "avg")
-        found = torch.nn.functional.pad(found, (0, WINDOW))
-    return found.view(H, -1, found.shape[-1]).mean(1)
+        return groups.sum(2).mean(1)  # over the queries, and the group
+    pooling = "max" if policy == "snapkv" else "avg"
+    found = [window_scores(x, WINDOW, KERNEL, pooling) for x in groups]
+    return torch.nn.functional.pad(torch.tensor(found), (0, WINDOW))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
