@@ -10,7 +10,7 @@ import torch
 
 import mmkv
 from helpers.marks import cases, older_than
-from helpers.masking import masked_logits
+from helpers.masking import held_sets, masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, window_scores
 from helpers.sizes import of_row
@@ -271,9 +271,7 @@ def check(talk, variant, b):
     prompt = talk.weights[0][0].shape[-1]
     for t in range(len(talk.held)):
         first, q, is_turn = (0, prompt, True) if t == 0 else talk.passes[t - 1]
-        after = [
-            [{j for j in head.tolist() if j >= 0} for head in talk.held[t][i][b]] for i in range(L)
-        ]
+        after = [held_sets(talk.held[t][i], b) for i in range(L)]
         if not is_turn:
             row.step(t, first)
             row.held = after
