@@ -13,7 +13,7 @@ import torch
 import mmkv
 from helpers.marks import cases
 from helpers.masking import generate, same_run
-from helpers.models import make_inputs, make_model
+from helpers.models import continued, make_inputs, make_model
 from helpers.oracle import DECODING, READING, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.pretending import DEVICE, Devices, OnDevice, move
@@ -213,10 +213,7 @@ def test_beams_and_turns_stay_on_the_device(models, there, gpu, policy):
             logits, tokens, cache = generate(model, given, new=5, num_beams=2)
             found.append((logits.cpu(), tokens.cpu()))
             _, tokens, cache = generate(model, given, new=5)
-            ids = torch.cat([given["input_ids"], tokens, tokens.flip(1)], dim=1)
-            mask = torch.ones_like(ids)
-            mask[:, : given["input_ids"].shape[1]] = given["attention_mask"]
-            turn = {"input_ids": ids, "attention_mask": mask}
+            turn = continued(given, tokens, tokens.flip(1))
             logits, tokens, cache = generate(model, turn, new=5, past_key_values=cache)
             found.append((logits.cpu(), tokens.cpu()))
     for (expected, tokens), (logits, got) in zip(found[:2], found[2:], strict=True):

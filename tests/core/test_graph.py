@@ -15,7 +15,7 @@ import torch
 import mmkv
 from helpers.marks import cases, older_than, since
 from helpers.masking import generate, same_run
-from helpers.models import make_inputs, make_model
+from helpers.models import continued, make_inputs, make_model
 from helpers.oracle import POSTPONED, REPLAYED, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.zoo import NAMES, inputs_of, model_of
@@ -81,10 +81,7 @@ def test_a_cache_goes_on_after_its_replays(models, on_cpu):
         with mmkv.wrapped(model, "snapkv", 0.5, graph=replays, **short("snapkv")):
             _, tokens, cache = generate(model, inputs, new=30)
             twin = copy.deepcopy(cache)
-            ids = torch.cat([inputs["input_ids"], tokens, more], dim=1)
-            mask = torch.ones_like(ids)
-            mask[:, : inputs["input_ids"].shape[1]] = inputs["attention_mask"]
-            turn = {"input_ids": ids, "attention_mask": mask}
+            turn = continued(inputs, tokens, more)
             first, *_ = generate(model, turn, new=30, past_key_values=cache)
             with torch.no_grad():
                 step = model(input_ids=tokens[:, -1:], past_key_values=twin).logits
@@ -123,9 +120,9 @@ def test_a_prompt_in_chunks_is_no_step(models, on_cpu, caplog, policy):
         with mmkv.wrapped(model, policy, 0.4, graph=replays, **short(policy)):
             first, tokens, cache = generate(model, inputs, new=20, prefill_chunk_size=16)
             held = [cache.kept(i) for i in range(3)]
-            ids = torch.cat([inputs["input_ids"], tokens, tokens[:, :1]], dim=1)
+            turn = continued(inputs, tokens, tokens[:, :1])
             options = {"past_key_values": cache, "prefill_chunk_size": 1}
-            later, *_ = generate(model, {"input_ids": ids}, new=20, **options)
+            later, *_ = generate(model, turn, new=20, **options)
             found.append((first, tokens, later, *held))
     assert len(on_cpu) == 2
     assert set(caplog.messages) == {"decoding without a CUDA graph: graph=False"}

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensor
 
 import mmkv
+from helpers.configs import IMAGE, VOCAB
 from helpers.marks import cases, since
 from helpers.masking import masked_logits, pairs_of
 from helpers.memory import Outputs
-from helpers.models import IMAGE, IMAGE_TOKENS, VOCAB, ending, make_inputs, make_model, row_of
+from helpers.models import IMAGE_TOKENS, continued, ending, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, short
 from mmkv.merge.neighbours import MergeByFeature
 
@@ -106,11 +107,9 @@ def two_turns(model, inputs, more, chunk):
     """Feeds, logits and what each layer held of a turn, and of one more of a few tokens."""
     chunks = {} if chunk is None else {"prefill_chunk_size": chunk}
     first, words, cache, held = generate(model, inputs, new=8, **chunks)
-    ids = torch.cat([inputs["input_ids"], words, more.expand(len(words), -1)], dim=1)
-    mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids[:, : words.shape[1] + 7])], 1)
-    second = {"input_ids": ids, "attention_mask": mask}
+    second = continued(inputs, words, more.expand(len(words), -1))
     later, answer, _, kept = generate(model, second, new=3, past_key_values=cache)
-    turn = {"input_ids": ids[:, inputs["input_ids"].shape[1] + 7 :]}
+    turn = {"input_ids": second["input_ids"][:, inputs["input_ids"].shape[1] + 7 :]}
     feeds = [{"input_ids": x} for x in words.split(1, dim=1)[:-1]] + [turn]
     feeds += [{"input_ids": x} for x in answer.split(1, dim=1)[:-1]]
     return feeds, torch.cat([first, later]), held + kept

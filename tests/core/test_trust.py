@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 import mmkv
 from helpers.marks import cases
 from helpers.masking import masked_logits
-from helpers.models import make_inputs, make_model
+from helpers.models import continued, make_inputs, make_model
 from helpers.oracle import generate, short
 
 
@@ -315,13 +315,8 @@ class TestModes:
                 with torch.no_grad():
                     for t in range(20, 40):
                         out = model(input_ids=words[:, t : t + 1], past_key_values=cache)
-                ids = torch.cat([inputs["input_ids"], words, words[:, :5]], dim=1)
-                mask = torch.ones_like(ids)
-                mask[:, :60] = inputs["attention_mask"]
-                again = model.generate(
-                    ids, attention_mask=mask, past_key_values=cache, max_new_tokens=4,
-                    do_sample=False,
-                )  # fmt: skip
+                more = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False}
+                again = model.generate(**continued(inputs, words, words[:, :5]), **more)
             found.append((out.logits, again))
         torch.testing.assert_close(found[1][0], found[0][0])
         assert torch.equal(found[1][1], found[0][1])

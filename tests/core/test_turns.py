@@ -9,7 +9,7 @@ import mmkv
 from helpers import zoo
 from helpers.marks import cases, since
 from helpers.masking import masked_logits, pairs_of
-from helpers.models import make_inputs, next_turn, row_of
+from helpers.models import continued, make_inputs, next_turn, row_of
 from helpers.oracle import ROWS, VARIANTS, generate, options_of
 from mmkv.attach import attention
 from mmkv.cache.prompt_kv import PromptKV
@@ -153,11 +153,8 @@ def test_a_row_that_lost_nothing_before_goes_on_as_alone(models, policy, decode)
     more = torch.randint(4, 120, (1, 20), generator=torch.Generator().manual_seed(3))
 
     def talk(inputs):
-        rows = len(inputs["input_ids"])
         _, words, cache, _ = generate(model, inputs, new=2)
-        ids = torch.cat([inputs["input_ids"], words, more.expand(rows, -1)], 1)
-        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 22), value=1)
-        given = {"input_ids": ids, "attention_mask": mask}
+        given = continued(inputs, words, more.expand(len(words), -1))
         return generate(model, given, new=SECOND, past_key_values=cache)[0]
 
     with mmkv.wrapped(model, policy, 40, **options, **decode):

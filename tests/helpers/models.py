@@ -75,6 +75,13 @@ def row_of(inputs: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:
     return row
 
 
+def continued(inputs, *more):
+    """Rows that go on with more tokens."""
+    ids, mask = torch.cat([inputs["input_ids"], *more], dim=1), inputs["attention_mask"]
+    mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
 def next_turn(inputs, sequences, image: bool, seed: int = 5, new: int = 30):
     """The conversation so far with `new` tokens more, in LLaVA with a new picture among them."""
     g = torch.Generator().manual_seed(seed)
@@ -84,10 +91,7 @@ def next_turn(inputs, sequences, image: bool, seed: int = 5, new: int = 30):
     if image:
         ids[:, 4 : 4 + IMAGE_TOKENS] = IMAGE
         more["pixel_values"] = torch.randn(B, 3, 16, 16, generator=g)
-    ids = torch.cat([sequences, ids], dim=1)
-    mask = torch.ones_like(ids)
-    mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-    return {"input_ids": ids, "attention_mask": mask, **more}
+    return {**continued({**inputs, "input_ids": sequences}, ids), **more}
 
 
 def ending(error, after):
