@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import random
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -312,8 +311,7 @@ def test_wrong_use_is_refused_before_a_model_is_loaded(
 
 def test_a_port_in_use_names_the_option(capsys, monkeypatch):
     monkeypatch.setattr(chat, "load", lambda *_: pytest.fail("loaded"))
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
+    with terminal.bind("127.0.0.1", 0) as other:
         other.listen()
         port = other.getsockname()[1]
         said = complaint(capsys, "demo", "--port", port)
