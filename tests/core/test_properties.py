@@ -2,22 +2,19 @@
 
 import copy
 import dataclasses
-import gc
 import math
 import random
-import warnings
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch._subclasses import FakeTensor
 
 import mmkv
 from helpers.configs import IMAGE, VOCAB
 from helpers.marks import cases, since
 from helpers.masking import masked_logits, pairs_of
-from helpers.memory import Outputs
+from helpers.memory import Outputs, storages
 from helpers.models import IMAGE_TOKENS, continued, ending, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, short
 from mmkv.merge.neighbours import MergeByFeature
@@ -286,18 +283,6 @@ def test_half_precision(policy, dtype):
         assert cache.report().kept_fraction < 0.6
 
 
-def held_bytes() -> int:
-    """Bytes of all tensors alive, each storage once."""
-    gc.collect()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of objects that warn when they are asked for their class
-        found = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
-    # What tracing in other tests left has no storage.
-    alive = [x for x in found if not isinstance(x, FakeTensor)]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in alive}
-    return sum(storages.values())
-
-
 @pytest.mark.slow
 def test_soak():
     """300 generations with changing policy, budget and prompt leave nothing behind.
@@ -330,7 +315,7 @@ def test_soak():
             answered += 1
         if i % 100 == 99:
             del inputs, out
-            held.append(held_bytes())
+            held.append(sum(storages().values()))
     print(f"bytes of tensors alive after every 100 generations: {held}")  # pytest -rP shows it
     assert len(set(held)) == 1, held
     assert answered == 12

@@ -13,16 +13,14 @@ from helpers.recording import tensors_in
 MOST_MEMORY = 2 * 2**30  # more than any refusal may ask for
 
 
-def storages(head_dim: int) -> dict[int, int]:
-    """Address and bytes of every storage that could hold keys or values."""
+def storages(head_dim: int = 0) -> dict[int, int]:
+    """Address and bytes of every storage, or of those that could hold keys or values."""
     gc.collect()
-    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
-    held = [x for x in tensors if x.ndim >= 3 and x.shape[-1] == head_dim]
-    return {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for x in held
-        if x.is_floating_point()
-    }
+    held = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    if head_dim:
+        held = [x for x in held if x.ndim >= 3 and x.shape[-1] == head_dim]
+        held = [x for x in held if x.is_floating_point()]
+    return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
 
 
 class Outputs(TorchDispatchMode):
