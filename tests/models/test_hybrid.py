@@ -7,21 +7,10 @@ from rich.console import Console
 
 import mmkv
 from helpers import configs
-from helpers.oracle import short
+from helpers.oracle import prefilled, short
 from helpers.zoo import PAD, VOCAB, inputs_of, model_of
 
 NAME = "Qwen3_5ForCausalLM"
-LINEAR, FULL = (0, 2), (1, 3)
-
-
-def prefilled(model, inputs):
-    with torch.no_grad():
-        return model(**inputs, use_cache=True).past_key_values
-
-
-def states(cache, layer):
-    held = cache.layers[layer]
-    return [*held.conv_states.values(), *held.recurrent_states.values()]
 
 
 def words(rows, n, seed=3):
@@ -30,8 +19,7 @@ def words(rows, n, seed=3):
 
 def test_a_report_counts_their_bytes():
     model = model_of(NAME)
-    with mmkv.wrapped(model, "prefixkv", 0.3, **short("prefixkv")):
-        cache = prefilled(model, inputs_of(model, "one"))
+    cache = prefilled(model, inputs_of(model, "one"), "prefixkv", 0.3, **short("prefixkv"))
     layer = cache.report().layers[0]
     # 2 x 16 channels of queries and of keys, 4 x 16 of values, each of 4 tokens; and the state.
     assert layer.nbytes == 4 * (128 * 4 + 4 * 16 * 16)
@@ -66,7 +54,7 @@ def test_a_context_answers_several_questions():
 def test_what_a_state_holds_cannot_be_hidden():
     model = model_of(NAME)
     with mmkv.wrapped(model, "prefixkv", 1.0, **short("prefixkv")), torch.no_grad():
-        cache = prefilled(model, {"input_ids": words(1, 40)})
+        cache = model(input_ids=words(1, 40), use_cache=True).past_key_values
         mask = torch.ones(1, 41, dtype=torch.long)
         mask[0, 7] = 0
         with pytest.raises(ValueError, match="in the state of linear attention: keep showing them"):
