@@ -13,7 +13,7 @@ import mmkv
 from helpers import zoo
 from helpers.marks import since
 from helpers.masking import held_sets, masked_logits
-from helpers.models import IMAGE, make_inputs, make_model
+from helpers.models import IMAGE, make_inputs, scaled_model
 from helpers.oracle import generate, prefilled, top, window_scores
 from mmkv import adapters
 from mmkv.calls import passing
@@ -27,11 +27,7 @@ class Plain:
     """What a model computes of a prompt without mmkv: keys, values, attention."""
 
     def __init__(self, name: str) -> None:
-        self.model, self.inputs = make_model(name, "eager"), make_inputs(name, (N,))
-        layers = self.model.get_decoder().layers
-        # A scale of its own in each layer, as Gemma's differ from `D ** -0.5`.
-        for layer, scale in zip(layers, (0.5, 0.1, 0.9), strict=True):
-            layer.self_attn.scaling = scale
+        self.model, self.inputs = scaled_model(name), make_inputs(name, (N,))
         with torch.no_grad():
             out = self.model(**self.inputs, output_attentions=True, use_cache=True)
         held = out.past_key_values.layers
@@ -126,6 +122,21 @@ def test_vlcache_keeps_what_the_text_behind_the_picture_reads():
         paid = plain.attention[layer][h * G : (h + 1) * G, last + 1 :].sum((0, 1)).tolist()
         best = top(paid[: N - recent], size - recent)
         assert kept[layer][h] == best | set(range(N - recent, N))
+
+
+@pytest.mark.parametrize("budget", [20, 44, 75])
+def test_lookm_adds_the_largest_score_to_those_of_text(budget):
+    """As the paper writes it: A[text] += max(A), then the best and the most recent, half each."""
+    plain, late, images = Plain("llava-llama"), set(range(N - budget // 2, N)), set[int]()
+    text, kept = plain.inputs["input_ids"][0] != IMAGE, plain.kept("lookm", budget)
+    for layer, h in HEADS:
+        scores = plain.group(layer, h).sum((0, 1))
+        scores = (scores + scores.max() * text).tolist()
+        heavy = [-1.0 if j in late else s for j, s in enumerate(scores)]
+        wanted = top(heavy, budget - len(late)) | late
+        assert kept[layer][h] == wanted
+        images |= {j for j in wanted - late if not text[j]}
+    assert bool(images) == (budget == 75), "the budget does not tell text from images"
 
 
 def test_h2o_decoding_drops_the_lightest(plain):

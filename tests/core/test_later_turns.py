@@ -11,7 +11,7 @@ import torch
 import mmkv
 from helpers.marks import cases, older_than
 from helpers.masking import held_sets, masked_logits
-from helpers.models import IMAGE, make_inputs, make_model, next_turn
+from helpers.models import IMAGE, make_inputs, next_turn, scaled_model
 from helpers.oracle import Variant, generate, options_of, window_scores
 from helpers.sizes import of_row
 
@@ -48,17 +48,9 @@ PROTECTED = [
 ]
 
 
-def make(name):
-    """A model with a scale of its own in each layer, as Gemma's differ from `D ** -0.5`."""
-    model = make_model(name, "eager")
-    for i, layer in enumerate(model.get_decoder().layers):
-        layer.self_attn.scaling = (0.5, 0.1, 0.9)[i]
-    return model
-
-
 @pytest.fixture(scope="module")
 def models():
-    return {name: make(name) for name in ("llama", "llava-llama")}
+    return {name: scaled_model(name) for name in ("llama", "llava-llama")}
 
 
 class Talk:
@@ -328,7 +320,7 @@ def test_squeeze_sizes_layers_by_the_turn(models):
     The first layer reads nothing of the prompt's words, so it does not change them; it changes the
     turn's.
     """
-    model, inputs, first = make("llama"), make_inputs("llama", (200,)), 60
+    model, inputs, first = scaled_model("llama"), make_inputs("llama", (200,)), 60
     model.get_input_embeddings().weight.data[:first, :32] = 0
     model.model.layers[0].self_attn.v_proj.weight.data[:, 32:] = 0
     inputs["input_ids"] = 4 + inputs["input_ids"] % (first - 4)  # no padding among them

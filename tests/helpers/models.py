@@ -32,6 +32,14 @@ def make_model(name: str, attn: str = "sdpa") -> torch.nn.Module:
     return model
 
 
+def scaled_model(name: str) -> torch.nn.Module:
+    """With a scale of its own in each layer, as Gemma's differ from `D ** -0.5`."""
+    model = make_model(name, "eager")
+    for layer, scale in zip(model.get_decoder().layers, (0.5, 0.1, 0.9), strict=True):
+        layer.self_attn.scaling = scale
+    return model
+
+
 def make_inputs(name: str, lengths: tuple[int, ...], seed: int = 0) -> dict[str, torch.Tensor]:
     """A left-padded batch with rows of these lengths; a LLaVA row holds one or two pictures."""
     g = torch.Generator().manual_seed(seed)
