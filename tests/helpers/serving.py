@@ -37,7 +37,8 @@ def sent(
     where = urllib.parse.urlsplit(address)
     with closing(http.client.HTTPConnection(where.hostname, where.port, timeout=20)) as found:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        found.request(method, path, raw, {"Content-Type": "application/json", **(headers or {})})
+        kind = {"Content-Type": "application/json"} if method == "POST" else {}
+        found.request(method, path, raw, {**kind, **(headers or {})})
         answer = found.getresponse()
         text = answer.read().decode()
         is_json = answer.headers.get("content-type", "").startswith("application/json")

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from helpers.memory import bounded
-from helpers.serving import WrittenEngine, data_url, listening, post, until
+from helpers.serving import WrittenEngine, data_url, listening, post, sent, until
 from mmkv.serving import Busy, Closed, Refused, Sampling
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
@@ -42,11 +42,8 @@ def connected(address):
     return closing(http.client.HTTPConnection(where.hostname, where.port, timeout=20))
 
 
-def get(address, path, headers=None):
-    with connected(address) as connection:
-        connection.request("GET", path, headers=headers or {})
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
+def get(address, path):
+    return sent(address, b"", path=path, method="GET")[:2]
 
 
 def half_a_body(address, length=100):
@@ -107,13 +104,9 @@ class TestAnswers:
         assert pieces[-1].choices[0].finish_reason == "stop"
 
     def test_streams_end_as_they_should(self, address, engine):
-        body = json.dumps({**HELLO, "stream": True})
-        with connected(address) as connection:
-            connection.request("POST", "/v1/chat/completions", body, HEADERS)
-            answer = connection.getresponse()
-            assert answer.headers["content-type"].startswith("text/event-stream")
-            *_, last, end = answer.read().decode().split("\n\n")
-        assert (last, end) == ("data: [DONE]", "")
+        _, text, headers = sent(address, {**HELLO, "stream": True})
+        assert headers["content-type"].startswith("text/event-stream")
+        assert text.split("\n\n")[-2:] == ["data: [DONE]", ""]
 
     def test_what_is_handed_on(self, client, engine):
         client.chat.completions.create(
@@ -183,7 +176,7 @@ class TestAnswers:
             client.models.retrieve("huge/one")
 
     def test_health(self, address):
-        assert get(address, "/health") == (200, '{"status":"ok"}')
+        assert get(address, "/health") == (200, {"status": "ok"})
 
     def test_metrics(self, engine):
         """Of a server of its own, so that the counts are known."""
@@ -193,10 +186,7 @@ class TestAnswers:
             for stream in (False, True):
                 status, _ = post(address, {**HELLO, "n": 0})
                 assert status == 400
-                with connected(address) as connection:
-                    body = json.dumps({**HELLO, "stream": stream})
-                    connection.request("POST", "/v1/chat/completions", body, HEADERS)
-                    connection.getresponse().read()
+                assert post(address, {**HELLO, "stream": stream})[0] == 200
             families = list(text_string_to_metric_families(get(address, "/metrics")[1]))
         found = {(x.name, *sorted(x.labels.values())): x.value for y in families for x in y.samples}
         assert found["mmkv_requests_running",] == 0
