@@ -137,16 +137,6 @@ def test_an_empty_slot_is_at_no_distance():
     torch.testing.assert_close(moved[0, 0], turned)
 
 
-def test_a_row_whose_window_is_cut_is_named_where_much_is_left():
-    """Half of what is kept observes; the other half is left, and still it is said."""
-    plan = CacheConfig(mmkv.get_policy("snapkv", window=32), 0.2)
-    prompt = TokenMasks.of(
-        plan.policy, torch.ones(1, 40, dtype=torch.bool), None, budget=0.2, n_layers=1
-    )
-    (said,) = plan.shortfalls(prompt, 1)
-    assert said.endswith("too few for window 32; its last 4 observe instead")
-
-
 def uniform(length, rows=1):
     """A plan whose window and sinks are 36 tokens a layer, and a prompt of alike rows for it."""
     plan = CacheConfig(mmkv.get_policy("snapkv", window=32, sinks=4), 0.2)
