@@ -8,6 +8,7 @@ import zlib
 
 import pytest
 
+from helpers.evaluation import letters
 from mmkv.eval import corpus
 from mmkv.eval.samples import DataError, words
 from mmkv.eval.suites import continuation, documents
@@ -122,11 +123,6 @@ def test_what_cannot_be_is_said(folder, change, error, message):
 
 
 # Texts that go on ---------------------------------------------------------------------------------
-
-
-def letters(text: str) -> int:
-    """Tokens of four letters."""
-    return len(text) // 4
 
 
 @pytest.fixture

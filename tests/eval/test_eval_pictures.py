@@ -1,11 +1,9 @@
 """Suites of pictures read from published files, and the errors for bad files and pictures."""
 
-import json
-from pathlib import Path
-
 import pytest
 from PIL import Image
 
+from helpers.evaluation import write
 from mmkv.eval.samples import DataError, read_image
 from mmkv.eval.suites import files
 from mmkv.eval.suites.registry import load_suite
@@ -17,11 +15,6 @@ def folder(tmp_path):
     for name in ("a.png", "b.jpg"):
         Image.new("RGB", (8, 6), (200, 30, 30)).save(tmp_path / "images" / name)
     return tmp_path
-
-
-def write(path: Path, content) -> Path:
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
 
 
 def description(**changes) -> dict:

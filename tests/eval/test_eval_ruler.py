@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from helpers.evaluation import letters
 from helpers.marks import cases
 from mmkv.eval import scoring
 from mmkv.eval.samples import DataError, words
@@ -42,11 +43,6 @@ def haystack(tmp_path_factory):
     ]
     (folder / "hotpot.json").write_text(json.dumps(entries))
     return folder
-
-
-def letters(text: str) -> int:
-    """Tokens of four letters."""
-    return len(text) // 4
 
 
 def samples_of(haystack, task, length=1000, count=words, n=6):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.commands import complaint
-from helpers.evaluation import make_tokenizer
+from helpers.evaluation import make_tokenizer, write
 from mmkv.chat import Loaded
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.samples import DataError, Sample
@@ -15,11 +15,6 @@ from mmkv.eval.suites import files, longbench, registry
 from mmkv.eval.suites.registry import load_suite
 
 LONGBENCH = Path(__file__).parents[3] / "shared" / "data" / "longbench"
-
-
-def write(path: Path, content) -> Path:
-    path.write_text(json.dumps(content), encoding="utf-8")
-    return path
 
 
 def write_lines(path: Path, *entries) -> Path:

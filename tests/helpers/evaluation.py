@@ -1,5 +1,6 @@
 """A tokenizer, samples and a saved model for the tests of the evaluation."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,16 @@ from helpers.models import PAD, VOCAB, make_model
 from mmkv.eval.samples import Sample
 
 WORDS = [f"w{i}" for i in range(4, VOCAB)]
+
+
+def letters(text: str) -> int:
+    """Tokens of four letters."""
+    return len(text) // 4
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
 
 
 def make_tokenizer() -> Any:

@@ -20,13 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 NEW = 6  # tokens generated at a time
 # By layer: the positions kept before a pass, and pairs that were merged; for all: codes of so many
 # bits, frequencies to reposition by, and where to note attention weights.
-_NOTHING: dict[str, Any] = {
-    "kept": {},
-    "edited": {},
-    "bits": None,
-    "inv_freq": None,
-    "record": None,
-}
+_NOTHING = {"kept": {}, "edited": {}, "bits": None, "inv_freq": None, "record": None}
 _state: dict[str, Any] = dict(_NOTHING)
 
 

@@ -9,18 +9,12 @@ from helpers import zoo
 from helpers.configs import CONFIGS, IMAGE, PAD, VOCAB
 
 IMAGE_TOKENS = 16  # of one picture: 16 x 16 pixels in patches of 4
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "llava-llama": "LlavaForConditionalGeneration",
-    "llava-mistral": "LlavaForConditionalGeneration:mistral",
-}
+_CLASSES = {"llama": "LlamaForCausalLM", "llava-llama": "LlavaForConditionalGeneration"}
 _KEY_VALUE_HEADS = {"llama-mha": 4, "llama-mqa": 1}
 
 
 def make_model(name: str, attn: str = "sdpa") -> torch.nn.Module:
-    """A tiny model: llama, llama-mha, llama-mqa, mistral, qwen2, llava-llama or llava-mistral."""
+    """A tiny model: llama, llama-mha, llama-mqa or llava-llama."""
     kind = _CLASSES["llama" if name in _KEY_VALUE_HEADS else name]
     config = CONFIGS[kind]()
     if name in _KEY_VALUE_HEADS:

@@ -19,7 +19,7 @@ server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[se
 cluster = pytest.importorskip("mmkv.serving.cluster", reason="pip install 'mmkv[ray]'")
 ray_errors = pytest.importorskip("ray.exceptions")
 RayActorError, TaskCancelledError = ray_errors.RayActorError, ray_errors.TaskCancelledError
-HOT = Sampling(temperature=1.0)
+HOT, LOST = Sampling(temperature=1.0), RayActorError()
 
 
 class TestPrefixKey:
@@ -43,31 +43,27 @@ class TestPrefixKey:
 class TestRanked:
     """By what `ranked` says of itself: keys spread, follow each other, and avoid the busy."""
 
-    @pytest.fixture
-    def ranked(self):
-        return cluster.ranked
-
-    def test_keys_go_to_all_replicas_alike(self, ranked):
-        first = [ranked(f"key {i}", dict.fromkeys("abcd", 0), 4)[0] for i in range(400)]
+    def test_keys_go_to_all_replicas_alike(self):
+        first = [cluster.ranked(f"key {i}", dict.fromkeys("abcd", 0), 4)[0] for i in range(400)]
         assert all(60 < first.count(name) < 140 for name in "abcd")
 
-    def test_a_lost_replica_moves_its_own_keys_alone(self, ranked):
+    def test_a_lost_replica_moves_its_own_keys_alone(self):
         for i in range(20):
-            order = ranked(f"key {i}", dict.fromkeys("abcd", 0), 4)
+            order = cluster.ranked(f"key {i}", dict.fromkeys("abcd", 0), 4)
             rest = {name: 0 for name in "abcd" if name != order[1]}
-            assert ranked(f"key {i}", rest, 4) == [order[0], *order[2:]]
+            assert cluster.ranked(f"key {i}", rest, 4) == [order[0], *order[2:]]
 
-    def test_a_busy_one_comes_last(self, ranked):
-        first, *rest = ranked("key", dict.fromkeys("abcd", 0), 4)
+    def test_a_busy_one_comes_last(self):
+        first, *rest = cluster.ranked("key", dict.fromkeys("abcd", 0), 4)
         held = dict.fromkeys("abcd", 0)
-        assert ranked("key", {**held, first: 3}, 4) == [first, *rest]
-        assert ranked("key", {**held, first: 4}, 4) == [*rest, first]
+        assert cluster.ranked("key", {**held, first: 3}, 4) == [first, *rest]
+        assert cluster.ranked("key", {**held, first: 4}, 4) == [*rest, first]
 
-    def test_all_are_busy_alike(self, ranked):
-        first, *rest = ranked("key", dict.fromkeys("abcd", 0), 4)
+    def test_all_are_busy_alike(self):
+        first, *rest = cluster.ranked("key", dict.fromkeys("abcd", 0), 4)
         held = dict.fromkeys("abcd", 40)
-        assert ranked("key", {**held, first: 54}, 4) == [first, *rest]
-        assert ranked("key", {**held, first: 56}, 4) == [*rest, first]
+        assert cluster.ranked("key", {**held, first: 54}, 4) == [first, *rest]
+        assert cluster.ranked("key", {**held, first: 56}, 4) == [*rest, first]
 
 
 def test_ray_is_missing(monkeypatch, capsys):
@@ -137,16 +133,12 @@ class TestReply:
             assert replicas.live == 0
         return tokens, reply
 
-    @pytest.fixture
-    def lost(self):
-        return RayActorError()
-
-    def test_of_one_replica(self, lost):
+    def test_of_one_replica(self):
         replicas = WrittenReplicas([event(1), event(2), END])
         tokens, reply = self.read(replicas)
         assert (tokens, reply.finish_reason, replicas.noted) == ([1, 2], "stop", ["a"])
 
-    def test_text_without_a_token_is_not_counted(self, lost):
+    def test_text_without_a_token_is_not_counted(self):
         """The end of a text that a stop was looked for in is told by an event of its own."""
         replicas = WrittenReplicas([event(1), ("event", (Event(-1, "end"), Usage())), END])
         tokens, _ = self.read(replicas)
@@ -173,26 +165,26 @@ class TestReply:
         assert (kind, reason, name) == ("end", "stop", "a")
         assert held == {**sums, "cache_memory": 0}
 
-    def test_of_one_that_dies_and_another(self, lost):
+    def test_of_one_that_dies_and_another(self):
         whole = [event(1), event(2), event(3), END]
-        replicas = WrittenReplicas([lost], [*whole[:2], lost], whole)
+        replicas = WrittenReplicas([LOST], [*whole[:2], LOST], whole)
         tokens, reply = self.read(replicas)
         assert (tokens, reply.finish_reason, replicas.tokens) == ([1, 2, 3], "stop", 3)
 
-    def test_of_another_that_says_something_else(self, lost):
-        replicas = WrittenReplicas([event(1), event(2), lost], [event(1), event(7), END])
+    def test_of_another_that_says_something_else(self):
+        replicas = WrittenReplicas([event(1), event(2), LOST], [event(1), event(7), END])
         with pytest.raises(cluster.RequestError, match="lost") as caught:
             self.read(replicas)
         assert caught.value.status == 503
 
     @pytest.mark.slow
-    def test_of_none_that_lives(self, lost):
-        replicas = WrittenReplicas(*[[lost]] * 9)
+    def test_of_none_that_lives(self):
+        replicas = WrittenReplicas(*[[LOST]] * 9)
         with pytest.raises(cluster.RequestError, match="lost") as caught:
             self.read(replicas)
         assert (caught.value.status, replicas.asked) == (503, 4)
 
-    def test_is_asked_again_soon_and_later_each_time(self, lost, monkeypatch):
+    def test_is_asked_again_soon_and_later_each_time(self, monkeypatch):
         waited = []
 
         async def sleep(seconds):
@@ -200,15 +192,15 @@ class TestReply:
 
         monkeypatch.setattr(cluster.asyncio, "sleep", sleep)
         with pytest.raises(cluster.RequestError):
-            self.read(WrittenReplicas(*[[lost]] * 4))
+            self.read(WrittenReplicas(*[[LOST]] * 4))
         assert waited == pytest.approx([0.2, 0.4, 0.6])
 
-    def test_of_none_that_answers(self, lost):
+    def test_of_none_that_answers(self):
         _, reply = self.read(WrittenReplicas([event(1), None]), timeout=0.2)
         assert reply.finish_reason == "timeout"
 
-    def test_of_a_cluster_that_is_closed(self, lost):
-        replicas = WrittenReplicas([lost])
+    def test_of_a_cluster_that_is_closed(self):
+        replicas = WrittenReplicas([LOST])
         replicas.closed = True
         assert self.read(replicas)[1].finish_reason == "cancelled"
 
@@ -216,14 +208,14 @@ class TestReply:
         "error",
         [Refused("why", "a code"), Busy("why"), Closed("why"), ValueError("why"), OSError("why")],
     )
-    def test_of_one_that_does_not_reply(self, lost, error):
+    def test_of_one_that_does_not_reply(self, error):
         sent = pickle.loads(pickle.dumps(cluster._portable(error)))
         kind = {ValueError: Refused, OSError: RuntimeError}.get(type(error), type(error))
         with pytest.raises(kind, match="why") as caught:
             self.read(WrittenReplicas([("error", sent)]))
         assert getattr(caught.value, "code", None) == getattr(error, "code", None)
 
-    def test_that_is_left(self, lost):
+    def test_that_is_left(self):
         replicas = WrittenReplicas([event(1), None])
 
         async def leave():
@@ -236,7 +228,7 @@ class TestReply:
         assert asyncio.run(leave()) == "cancelled"
         assert (replicas.live, replicas.cancelled) == (0, 1)
 
-    def test_that_is_cancelled(self, lost):
+    def test_that_is_cancelled(self):
         """It ends as one of an engine does; what ends the task that reads it goes through."""
 
         async def read(replicas, cancels):

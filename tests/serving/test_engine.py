@@ -136,9 +136,6 @@ def test_a_policy_of_a_request_of_its_own(models):
         for wrong in ({"policy": "snapkv"}, {"policy": snap}, {}):
             with pytest.raises(Refused, match="windw"):
                 engine.submit(inputs=x, **wrong, options={"windw": 6})
-        for many in (10**400, 2**18):
-            with pytest.raises(Refused, match=r"window=.* at most 131072 in a request"):
-                engine.submit(inputs=x, policy="snapkv", options={"window": many})
 
 
 @pytest.mark.parametrize("options", [{}, {"evict_chunks": True}], ids=str)
@@ -317,15 +314,6 @@ def test_a_reply_whose_request_does_not_say_may_use_what_room_is_left(models):
             with pytest.raises(Refused, match="600 tokens and a reply may take"):
                 engine.submit(inputs=make_inputs("llama", (600,)))
             assert 9 <= len(engine.submit(inputs=make_inputs("llama", (60,))).result(60)[0]) < 12
-
-
-@pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-320])
-def test_a_temperature_that_float32_cannot_divide_by(models, temperature):
-    model, x = models("llama"), make_inputs("llama", (30,))
-    with mmkv.wrapped(model, "snapkv", 0.4, window=6), Engine(model) as engine:
-        sampling = Sampling(temperature=temperature, seed=1)
-        reply = engine.submit(inputs=x, sampling=sampling, max_new_tokens=4)
-        assert reply.result(60)[0] == alone(model, x, 4)
 
 
 def test_a_picture_of_extreme_shape_is_refused_before_it_is_made(monkeypatch):

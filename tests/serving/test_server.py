@@ -203,14 +203,11 @@ class TestAnswers:
 
 WRONG = {
     "nothing": b"",
-    "deep": b"[" * 100_000,
     "not UTF-8": b'{"model": "\xff"}',
     "half a surrogate": b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}',
     "no messages": {"model": "tiny"},
     "empty messages": {**HELLO, "messages": []},
     "bad role": {**HELLO, "messages": [{"role": "cook", "content": "x"}]},
-    "part": asking({"type": "video_url", "video_url": {"url": "x"}}),
-    "long part": asking({"type": "x" * 10_000}),
     "unknown": {**HELLO, "beam_width": 3},
     "long name": {**HELLO, "x" * 100_000: 3},
     "n": {**HELLO, "n": 129},
@@ -330,10 +327,6 @@ class TestRefusals:
         for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
             assert refused(post(address, HELLO, {"Content-Type": kind}), 415)
         assert post(address, HELLO, {"Content-Type": "Application/JSON; charset=utf-8"})[0] == 200
-
-    def test_pages_of_browsers(self, address, engine):
-        assert refused(post(address, HELLO, {**HEADERS, "Origin": "http://evil.example"}), 403)
-        assert engine.asked == []
 
     def test_other_paths_and_methods(self, address, engine):
         assert refused(post(address, HELLO, path="/v1/embeddings"), 404)
@@ -464,7 +457,7 @@ class TestKeys:
     def test_without_the_key(self, locked, given):
         headers = dict(HEADERS) if given is None else {**HEADERS, "Authorization": given}
         answer = post(locked, HELLO, {k: v.encode() for k, v in headers.items()})
-        assert "API key" in refused(answer, 401)
+        assert "Incorrect API key" in refused(answer, 401)
         assert answer[1]["error"]["code"] == "invalid_api_key"
         for path in ("/v1/models", "/v1/models/tiny", "/metrics"):
             assert get(locked, path)[0] == 401
@@ -473,13 +466,6 @@ class TestKeys:
     def test_with_the_key(self, locked):
         headers = {**HEADERS, "Authorization": "Bearer se-crét".encode()}
         assert post(locked, HELLO, headers)[0] == 200
-
-    def test_the_clients_own_error(self, locked):
-        with (
-            openai.OpenAI(base_url=f"{locked}/v1", api_key="wrong") as client,
-            pytest.raises(openai.AuthenticationError, match="Incorrect API key"),
-        ):
-            client.chat.completions.create(**HELLO)
 
 
 class TestHosts:
