@@ -19,14 +19,7 @@ from helpers.models import make_model
 from mmkv import chat
 from mmkv.builtin import example_pictures
 from mmkv.demo import answer
-from mmkv.demo.conversation import (
-    Conversation,
-    Models,
-    Settings,
-    Turn,
-    read_upload,
-    rouge_l,
-)
+from mmkv.demo.conversation import Conversation, Models, Settings, Turn, read_upload, rouge_l
 
 QUESTION, NEXT = "Describe the picture.", "How many objects are in the picture?"
 SHORT = Settings(policy="prefixkv", max_new_tokens=6)

@@ -44,12 +44,7 @@ _QWEN3_TOWER = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1],
 }
-_GLM_TOWER = {
-    "hidden_size": 32,
-    "out_hidden_size": 64,
-    "intermediate_size": 48,
-    "image_size": 32,
-}
+_GLM_TOWER = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
 _QWEN3_5_TOWER = {k: v for k, v in _QWEN3_TOWER.items() if k != "deepstack_visual_indexes"}
 _HYBRID = {
     "num_hidden_layers": 4,
@@ -61,12 +56,7 @@ _HYBRID = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-_EXPERTS = {
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
+_EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Half of each head is turned.
 _HALF = {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
 _ANYRES = [[16, 32], [32, 16], [32, 32]]
@@ -239,11 +229,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
             "fullatt_block_indexes": [1],
         },
     ),
-    "Qwen3VLForConditionalGeneration": _qwen_vl(
-        "Qwen3VL",
-        _QWEN3_TOWER,
-        head_dim=16,
-    ),
+    "Qwen3VLForConditionalGeneration": _qwen_vl("Qwen3VL", _QWEN3_TOWER, head_dim=16),
     "Qwen3VLMoeForConditionalGeneration": _qwen_vl("Qwen3VLMoe", _QWEN3_TOWER, **_EXPERTS),
     "Qwen3_5ForCausalLM": _text("Qwen3_5TextConfig", **_HYBRID),
     "Qwen3_5ForConditionalGeneration": _qwen_vl("Qwen3_5", _QWEN3_5_TOWER, **_HYBRID),

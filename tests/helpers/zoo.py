@@ -177,12 +177,7 @@ def next_turn(
                 more[k] = torch.cat([old, more[k]]) if k in more else old
     if kind in ("idefics3", "smolvlm") and "pixel_values" in more:
         more["pixel_values"] = more["pixel_values"][None]
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        **more,
-        **_kinds(model, ids),
-    }
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more, **_kinds(model, ids)}
 
 
 SUPPORTED = [row["class"] for row in mmkv.adapters.table() if row["status"] == "supported"]

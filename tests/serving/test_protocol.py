@@ -61,11 +61,7 @@ class TestCompletions:
 
     @pytest.mark.parametrize(
         ("prompt", "wanted"),
-        [
-            (["a", "b"], ["a", "b"]),
-            ([5, 6], [[5, 6]]),
-            ([[5], [6, 7]], [[5], [6, 7]]),
-        ],
+        [(["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])],
     )
     def test_several_prompts(self, client, engine, prompt, wanted):
         answer = client.completions.create(model="tiny", prompt=prompt, n=2)

@@ -38,10 +38,7 @@ MiB = 2**20
 def asking(question=QUESTION, picture=1):
     with Image.open(example_pictures()[picture]) as found:
         url = data_url(found)
-    parts = [
-        {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": question},
-    ]
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": question}]
     return {"model": "builtin", "messages": [{"role": "user", "content": parts}]}
 
 
