@@ -95,12 +95,15 @@ class Replies:
 
     def _reply(self, press: dict[str, Any], ids: Any) -> Any:
         import torch
+        import transformers as hf
 
         # A twin for each reply, as presses leave state on modules.
         model = self.models.twin(self.model)
         if press.get("eager"):
             model.set_attn_implementation("eager")
-        reply, start = self.models.reply(model, ids), self.models.now(ids.device)
+        # KVzip finds the cache among the model's arguments.
+        reply = self.models.reply(model, ids, hf.DynamicCache(config=model.config))
+        start = self.models.now(ids.device)
         # KVzip reads the prompt again when its context is left, by itself with gradients.
         with torch.no_grad(), _press(press)(model):
             _, nbytes, logits = next(reply)
