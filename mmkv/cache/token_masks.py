@@ -92,9 +92,12 @@ class TokenMasks:
         counts = torch.stack([length[:, 0], always_kept.sum(-1), protected.sum(-1), before_first])
         lengths, floors, n_pinned, n_before = counts.tolist()
         inner = [valid.shape[1] - n - m for n, m in zip(lengths, n_before, strict=True)]
+        totals = [total_kept(policy, budget, n_layers, n) for n in lengths]
         windows = [
-            _window(policy, budget, n_layers=n_layers, length=n, floor=floor)
-            for n, floor in zip(lengths, floors, strict=True)
+            window
+            if budget is None or total >= n_layers * floor
+            else min(window, max(1, total // (2 * n_layers)))  # at most half of the row's budget
+            for total, floor in zip(totals, floors, strict=True)
         ]
         if any(w < window for w in windows):
             windows_column = torch.tensor(windows, device=valid.device)[:, None]
@@ -104,10 +107,8 @@ class TokenMasks:
             always_kept = always_kept | (valid & (order > length - policy.decode.latest))
             floors = always_kept.sum(-1).tolist()
         granted = [
-            1.0
-            if budget is None or floor == 0
-            else min(1.0, total_kept(policy, budget, n_layers, n) / (n_layers * floor))
-            for n, floor in zip(lengths, floors, strict=True)
+            1.0 if budget is None or floor == 0 else min(1.0, total / (n_layers * floor))
+            for total, floor in zip(totals, floors, strict=True)
         ]
         masks = valid, image, is_prompt, always_kept, protected
         return cls(*masks, lengths, windows, floors, n_pinned, inner, granted)
@@ -180,16 +181,3 @@ def kept_whole(policy: Policy, budget: float | int | None) -> int:
 def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
     """Return whether no token is ever evicted. budget=1.0 is the full cache, in decoding too."""
     return policy.keeps_all or (isinstance(budget, float) and budget >= 1.0)
-
-
-def _window(
-    policy: Policy, budget: float | int | None, *, n_layers: int, length: int, floor: int
-) -> int:
-    """Return a row's observation window: at most half of its budget if that is below the floor."""
-    window = policy.window_size
-    if budget is None or keeps_everything(policy, budget):
-        return window
-    total = total_kept(policy, budget, n_layers, length)
-    if total >= n_layers * floor:
-        return window
-    return min(window, max(1, total // (2 * n_layers)))
