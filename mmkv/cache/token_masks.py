@@ -15,10 +15,6 @@ from torch.nn.functional import pad
 
 from mmkv.policy import Policy
 
-# The fields of `TokenMasks`: bool [B, T], and lists of a number for each row.
-MASKS = ("valid", "image", "is_prompt", "always_kept", "protected")
-HOSTED = ("lengths", "windows", "floors", "n_pinned", "inner", "granted")
-
 
 @dataclass(frozen=True)
 class TokenMasks:
@@ -119,7 +115,8 @@ class TokenMasks:
 
     def rows(self, batch: Tensor) -> TokenMasks:
         """Return the rows `batch`, which may repeat."""
-        hosted = {name: [getattr(self, name)[int(b)] for b in batch] for name in HOSTED}
+        lists = {k: x for k, x in vars(self).items() if isinstance(x, list)}
+        hosted = {k: [x[b] for b in batch.tolist()] for k, x in lists.items()}
         return replace(self._each(lambda x: x[batch.to(x.device)]), **hosted)
 
     def check_ends(self) -> None:
@@ -139,7 +136,8 @@ class TokenMasks:
             )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TokenMasks:
-        return replace(self, **{name: change(getattr(self, name)) for name in MASKS})
+        masks = {k: x for k, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **{k: change(x) for k, x in masks.items()})
 
     def last_places(self, n: int) -> Tensor | None:
         """Return the positions of each row's n last tokens, int64 [B, n]; None without gaps.
