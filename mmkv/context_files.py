@@ -298,9 +298,8 @@ def _pairs(
     positions = tensors.get(f"{layer}positions", torch.empty(0))
     U = min(max(1, positions.shape[-1]), T) if positions.ndim else 1
     n_kept = int((positions >= 0).sum()) if positions.dtype == torch.int64 else 0
-    has_scores = {"": False, "sum": True, "max": plan.evicts(prompt) or policy.score.repeats}[
-        policy.score.turn_reduction
-    ]
+    evicted = any(plan.evicting(prompt)) or policy.score.repeats
+    has_scores = {"": False, "sum": True, "max": evicted}[policy.score.turn_reduction]
     specs = {
         "keys": _Spec((B, H, U, D), dtypes),
         "values": _Spec((B, H, U, D), dtypes),

@@ -125,7 +125,7 @@ class CompressedCache(CacheState):
         if is_complete and not phase.keeps_all:
             plan.log_shortfalls(prompt, len(self.compressed))
         scores_first = plan.needs_all_layers and plan.policy.layers.mini_prefill
-        if scores_first and seen == 0 and plan.evicts(prompt):
+        if scores_first and seen == 0 and any(plan.evicting(prompt)):
             scores = mini_prefill(prompt)
             places = torch.arange(valid.shape[1], device=valid.device)
             positions = places.masked_fill(~prompt.valid, -1)[:, None]
@@ -341,7 +341,7 @@ class CompressedCache(CacheState):
         plan, score = self.plan, self.plan.policy.score
         evicts = phase.evicts and not (phase.keeps_all or phase.postpones)
         adds = score.turn_reduction == "sum" and not plan.keeps_everything
-        phase.scores = (adds or (evicts and plan.evicts(prompt))) and not score.repeats
+        phase.scores = (adds or (evicts and any(plan.evicting(prompt)))) and not score.repeats
         sized = phase.scores and score.uses_size
         phase.mean_sizes = plan.mean_sizes(prompt, len(self.compressed)) if sized else None
 

@@ -76,10 +76,6 @@ class CacheConfig:
         """The largest number of tokens up to which a row loses none."""
         return token_masks.kept_whole(self.policy, self.budget)
 
-    def evicts(self, prompt: TokenMasks) -> bool:
-        """Return whether any row is long enough to lose a token."""
-        return any(self.evicting(prompt))
-
     def evicting(self, prompt: TokenMasks) -> list[bool]:
         """Return for each row whether it is long enough to lose a token."""
         if self.keeps_everything:
