@@ -21,6 +21,7 @@ from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.loading import cache_folder
 from mmkv.profiles import Profile
+from mmkv.scores.attention import window_rows
 from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.profiled import sized_by_copying
 
@@ -63,15 +64,9 @@ def copy_scores(
     `length` tokens to the token `length` before and to the two after that. Queries [1, Hq, N, D]
     and keys [1, H, N, D] are after rotary embedding, with N at least twice `length`.
     """
-    (N, D), H = query.shape[2:], key.shape[1]
-    queries = query[0, :, N - length :].unflatten(0, (H, -1)).float()
-    logits = queries @ key[0, :, None].float().mT * (D**-0.5 if scale is None else scale)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    places = torch.arange(N - length, N, device=key.device)
-    is_later = torch.arange(N, device=key.device) > places[:, None]
-    weights = logits.masked_fill_(is_later, -torch.inf).softmax(-1)
-    targets = (places - length)[:, None] + torch.tensor(_BEHIND, device=key.device)
+    weights, N = window_rows(query, key, length, scale=scale, softcap=softcap)[0], key.shape[2]
+    first_copy = torch.arange(N - 2 * length, N - length, device=key.device)
+    targets = first_copy[:, None] + torch.tensor(_BEHIND, device=key.device)
     copied = weights.gather(-1, targets.expand(*weights.shape[:-1], -1))
     return copied.sum(-1).mean(-1).amax(-1)
 
