@@ -36,7 +36,17 @@ def prepare_cache(
 ) -> None:
     """Replace `_prepare_cache_for_generation`: make a compressed cache, or continue one."""
     mode = kwargs.get("generation_mode", args[0] if args else "")
-    _refuse_other_caches(generation_config, str(getattr(mode, "value", mode)))
+    name = generation_config.cache_implementation
+    if name not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={name!r} asks for a cache of its own, but this model makes a "
+            "compressed one: drop it, or mmkv.unwrap(model) first"
+        )
+    if "assisted" in str(getattr(mode, "value", mode)):
+        raise ValueError(
+            "assisted decoding takes tokens back from the cache, which a compressed cache cannot: "
+            "generate without an assistant, or mmkv.unwrap(model) first"
+        )
     cache = model_kwargs.get(CACHE)
     if cache is not None:
         hooks.check_cache(cache, attachment)
@@ -74,7 +84,15 @@ def prepare_config(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
     """Replace `_prepare_generation_config`: refuse what a compressed cache does not support."""
     model: Any = attachment.model
     prepared = type(model)._prepare_generation_config(model, *args, **kwargs)
-    _refuse_moved(prepared[0])
+    # Modes that run code from the Hub, which may not handle a compressed cache.
+    mode = str(getattr(prepared[0].get_generation_mode(), "value", ""))
+    for name in _MOVED.get(mode, ()):
+        if (value := getattr(prepared[0], name, None)) is not None:
+            raise ValueError(
+                f"{name}={value!r} asks for {mode.replace('_', ' ')}, which transformers leaves to "
+                "code on the Hub: drop it (greedy, sampling and beams work), or "
+                "mmkv.unwrap(model) first"
+            )
     _rope_deltas.set(None)
     return prepared
 
@@ -135,30 +153,3 @@ def prepare_inputs(
 def refuse_batching(*args: Any, **kwargs: Any) -> None:
     """Replace `generate_batch`: refuse it."""
     raise ValueError("continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first")
-
-
-def _refuse_moved(config: Any) -> None:
-    """Refuse modes that run code from the Hub, as that may not handle a compressed cache."""
-    mode = str(getattr(config.get_generation_mode(), "value", ""))
-    for name in _MOVED.get(mode, ()):
-        if (value := getattr(config, name, None)) is not None:
-            raise ValueError(
-                f"{name}={value!r} asks for {mode.replace('_', ' ')}, which transformers leaves to "
-                "code on the Hub: drop it (greedy, sampling and beams work), or "
-                "mmkv.unwrap(model) first"
-            )
-
-
-def _refuse_other_caches(config: Any, mode: str) -> None:
-    """Refuse caches of other kinds, and assisted decoding, which removes tokens from the cache."""
-    name = config.cache_implementation
-    if name not in (None, "dynamic"):
-        raise ValueError(
-            f"cache_implementation={name!r} asks for a cache of its own, but this model makes a "
-            "compressed one: drop it, or mmkv.unwrap(model) first"
-        )
-    if "assisted" in mode:
-        raise ValueError(
-            "assisted decoding takes tokens back from the cache, which a compressed cache cannot: "
-            "generate without an assistant, or mmkv.unwrap(model) first"
-        )
