@@ -248,15 +248,13 @@ def _image_tokens(
     if not tokens:
         return None
     if ids is None or ids.shape != valid.shape:
-        if policy.protect is not None or policy.text_prior:
-            option, alternative = (
-                ("text_prior=True", "text_prior=False")
-                if policy.protect is None
-                else ("protect='instruction'", "protect='none'")
-            )
-            raise ValueError(
-                f"{option} tells text from image tokens by input_ids, and the model "
-                f"was given inputs_embeds alone: pass input_ids, or use {alternative}"
-            )
-        return None
+        option, alternative = "text_prior=True", "text_prior=False"
+        if policy.protect is not None:
+            option, alternative = "protect='instruction'", "protect='none'"
+        elif not policy.text_prior:
+            return None
+        raise ValueError(
+            f"{option} tells text from image tokens by input_ids, and the model was given "
+            f"inputs_embeds alone: pass input_ids, or use {alternative}"
+        )
     return torch.isin(ids, torch.tensor(tokens, device=ids.device)).to(valid.device)
