@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mmkv.cache.layer import nbytes
-from mmkv.cache.token_masks import keeps_everything
 from mmkv.calls import cache_in, passing
 
 # Tokens fed at once if decode steps drop nothing; this bounds the memory of the logits.
@@ -235,7 +234,7 @@ def checked_inputs(sample: Any, i: int, caller: str) -> Mapping[str, Any]:
 def drops_nothing(cache: Any) -> bool:
     """Whether decoding only adds to this cache, so that several tokens may be fed at once."""
     plan = getattr(cache, "plan", None)  # transformers' own cache has none
-    if plan is None or keeps_everything(plan.policy, plan.budget):
+    if plan is None or plan.keeps_everything:
         return True
     policy = plan.policy
     return policy.decode.name == "grow" and not (policy.reposition or policy.postpone)
