@@ -22,7 +22,6 @@ from mmkv.attach.copy_probe import measure
 from mmkv.cache import quantize, token_masks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.sampling import SampledSizes
 from mmkv.calls import unwrap_container
 from mmkv.policy import Policy
@@ -156,20 +155,19 @@ def planned(
 ) -> tuple[CacheConfig, tuple[int, ...]]:
     """Return the configuration of caches and the compressed layers' indices; see `wrap`."""
     kind = type(model).__name__
-    layers = CompressedCache(parts.config, CacheConfig(chosen, None)).layers
-    compressed = tuple(i for i, x in enumerate(layers) if isinstance(x, CompressedLayer))
-    n_layers = len(compressed)
+    cache = CompressedCache(parts.config, CacheConfig(chosen, None))
+    compressed, n_layers, n_all = tuple(cache.ordinal), len(cache.ordinal), len(cache.layers)
     if n_layers == 0:
         window = getattr(parts.config, "sliding_window", None)
         raise ValueError(
             f"every layer of this {kind} has a sliding window (sliding_window={window}) or linear "
             "attention, and keeps its own cache small: there is nothing to compress"
         )
-    if chosen.score.repeats and n_layers < len(layers):
+    if chosen.score.repeats and n_layers < n_all:
         raise ValueError(
             f"score={chosen.score.name!r} feeds the prompt again to layers that still hold it, and "
-            f"{len(layers) - n_layers} of {len(layers)} layers of this {kind} have a "
-            "sliding window or linear attention: use another score"
+            f"{n_all - n_layers} of {n_all} layers of this {kind} have a sliding window or "
+            "linear attention: use another score"
         )
     if chosen.score.repeats and not hasattr(parts.decoder, "rotary_emb"):
         raise ValueError(
