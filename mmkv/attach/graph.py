@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 from mmkv.attach.capturing import capture, refusing_waits
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import GraphInputs, NotCapturableError
-from mmkv.cache.layer import CompressedLayer
 from mmkv.calls import CACHE, cache_in, without
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
         return f"num_beams={config.num_beams}: beams move the cache's rows at each step"
     if len(set(getattr(model, "hf_device_map", {"": device}).values())) > 1:
         return "the model is split over several devices"
-    if not all(isinstance(x, CompressedLayer) for x in cache.layers):
+    if len(cache.compressed) < len(cache.layers):
         return "some layers have a sliding window or linear attention, and a cache of their own"
     if cache.plan.policy.decode.every and not cache.plan.keeps_everything:
         return f"decode={cache.plan.policy.decode.name!r}: rounds of generated tokens are scored"
