@@ -23,6 +23,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from mmkv.digest import of_file
 from mmkv.parts import KINDS, OPTIONAL, Part, discover, path_of, register_part, registered
 from mmkv.policy import Policy
 
@@ -204,8 +205,6 @@ def _all_or_nothing() -> Generator[None]:
 
 def load_plugin(path: str | os.PathLike[str]) -> None:
     """Run a Python file that registers policies or parts."""
-    from mmkv.digest import of_file
-
     _load_all()
     file = Path(path)
     if file.suffix != ".py" or not file.is_file():
