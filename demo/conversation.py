@@ -64,7 +64,7 @@ class Settings:
         """
         quantize.check(self.kv_dtype)
         policy = get_policy(self.policy, **self.options)
-        unsized = policy.keeps_all or policy.retention is not None or self.budget is None
+        unsized = policy.keeps_all or policy.layers.retention is not None or self.budget is None
         return policy, None if unsized else number(self.budget)
 
 

@@ -182,7 +182,7 @@ def plugin_arguments(
     policy_options = exact_share(policy) | given_options
     chosen = get_policy(policy, **{k: v for k, v in policy_options.items() if k != KV_DTYPE})
     size = None
-    if chosen.retention is None and profile is None and budget is not None:
+    if chosen.layers.retention is None and profile is None and budget is not None:
         size = parse(budget) if isinstance(budget, str) else number(budget)
         if warning := note(size):
             logger.warning(warning)

@@ -46,10 +46,10 @@ def checked(policy: Policy, budget: Any) -> float | int | None:
     size = None if budget is None else number(budget)
     if policy.keeps_all:
         return 1.0
-    if policy.retention is not None:
+    if (retention := policy.layers.retention) is not None:
         if size is not None:
             raise ValueError(
-                f"budget={size} and retention={policy.retention} both size the cache: give one"
+                f"budget={size} and retention={retention} both size the cache: give one"
             )
         return None
     if size is None:

@@ -107,7 +107,7 @@ def calibrate(
             f"(layers={chosen.layers.name!r}): there is nothing to calibrate"
         )
     rows: list[list[float]] = []
-    target = None if chosen.retention is not None else budget
+    target = None if chosen.layers.retention is not None else budget
     with wrapped(model, chosen, target), torch.no_grad():
         for sample in _checked(samples):
             cache = cache_in(model(**sample, use_cache=True))

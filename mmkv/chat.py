@@ -68,7 +68,7 @@ def budget_or_default(
     from mmkv.profiles import Profile
 
     sized = profile is not None and bool(Profile.load(profile).fractions)
-    if budget is None and not sized and policy.retention is None:
+    if budget is None and not sized and policy.layers.retention is None:
         return DEFAULT_BUDGET
     return budget
 

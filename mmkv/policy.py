@@ -216,11 +216,6 @@ class Policy:
             return 0
         return self.score.window or None if self.score.queries is None else self.score.queries
 
-    @property
-    def retention(self) -> float | None:
-        """The share of importance that sets the cache's size in place of a budget, or None."""
-        return self.layers.retention
-
 
 def as_part(kind: str, value: Any) -> Any:
     """Return a part by its name; a part is returned unchanged."""

@@ -194,7 +194,7 @@ def _notes(cache: CacheState) -> list[str]:
         return [f"held whole: {progress} are to come before it is evicted"]
     notes = list[str]()
     plan, n_whole = cache.plan, 0
-    setting = f"budget {plan.budget}" if plan.budget else f"retention {policy.retention}"
+    setting = f"budget {plan.budget}" if plan.budget else f"retention {policy.layers.retention}"
     for row, length in enumerate(cache.lengths):
         sizes = [x.keeping().sizes[row] for x in cache.compressed]
         raised = plan.raised(length, len(sizes), sum(sizes))

@@ -90,7 +90,7 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
         if variant.hidden or variant.evict_chunks:
             raise ValueError(f"policy {text!r}: the bench knows neither questions nor chunks")
         policy, options = get_policy(variant.name, **variant.options), variant.recorded
-        if policy.keeps_all or policy.retention is not None:
+        if policy.keeps_all or policy.layers.retention is not None:
             rows.append(Row(text, policy.name, options=options))
             continue
         for budget in setting.budgets:

@@ -199,7 +199,7 @@ def plan(
     kv_dtype: str | None = None,
 ) -> Plan:
     """Return bounds of a policy on a card; `budget` and `kv_dtype` are as for `mmkv.wrap`."""
-    if policy.retention is None:
+    if policy.layers.retention is None:
         checked(policy, budget)
     empty = empty_slots(policy, budget, load)
     itemsize, full = sizes.itemsize, [x for x in sizes.layers if not x.window]

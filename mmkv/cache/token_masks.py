@@ -62,7 +62,7 @@ class TokenMasks:
         """Mark the tokens that are always kept: sinks, the observation window, protected text.
 
         Args:
-            policy, budget, n_layers: see `total_kept`; without a budget `policy.retention` decides.
+            policy, budget, n_layers: see `total_kept`; without a budget `retention` decides.
             valid: bool [B, q], the new tokens; q is 0 in a round of generated tokens, of which the
                 last `decode.latest` are always kept.
             image: bool [B, q], or None without pictures.
@@ -165,7 +165,7 @@ class TokenMasks:
 def total_kept(policy: Policy, budget: float | int | None, n_layers: int, length: int) -> int:
     """Return the budget over all layers, in tokens per head: a float is a fraction, an int a mean.
 
-    More tokens are kept if the always-kept ones are more, or if `policy.retention` needs more.
+    More tokens are kept if the always-kept ones are more, or if `retention` needs more.
     """
     share = round(budget * n_layers * length) if isinstance(budget, float) else 0
     return max(share, n_layers * min(kept_whole(policy, budget), length))

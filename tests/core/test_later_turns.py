@@ -209,8 +209,8 @@ class Row:
             ranked.append([sum(entries) / H for entries in zip(*filled, strict=True)])
         most = max(map(len, ranked))
         importance = torch.tensor([r + [0.0] * (most - len(r)) for r in ranked]).double()
-        if self.policy.retention is not None:
-            chosen = of_row(mmkv.sizes.pooled, importance, retention=self.policy.retention)
+        if self.policy.layers.retention is not None:
+            chosen = of_row(mmkv.sizes.pooled, importance, retention=self.policy.layers.retention)
             return [len(must) + n for n in chosen]
         total = L * min(budget, length) if isinstance(budget, int) else round(budget * L * length)
         if self.policy.layers.name == "uniform":
