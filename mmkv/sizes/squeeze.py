@@ -90,7 +90,7 @@ def _highest_cluster(values: NDArray[np.float64]) -> float:
 
 
 @torch.no_grad()
-def residual_similarity(before: Tensor, after: Tensor, valid: Tensor | None = None) -> Tensor:
+def residual_similarity(before: Tensor, after: Tensor, valid: Tensor) -> Tensor:
     """Return the mean cosine similarity of the residual stream before and after attention.
 
     Both are `[B, N, hidden]`, after with attention's output added; `valid` is bool `[B, N]`.
@@ -102,7 +102,5 @@ def residual_similarity(before: Tensor, after: Tensor, valid: Tensor | None = No
     Source: SqueezeAttention, arXiv 2404.04793, section 3.
     """
     similarity = F.cosine_similarity(before.float(), after.float(), dim=-1)  # [B, N]
-    if valid is None:
-        return similarity.mean(-1)
     similarity = similarity.masked_fill(~valid, 0.0)
     return similarity.sum(-1) / valid.sum(-1).clamp_min(1)

@@ -206,7 +206,6 @@ def test_residual_similarity_equals_the_loop_over_real_tokens(dtype: torch.dtype
             cosines.append(float(x @ y / (x.norm() * y.norm())))
         want = sum(cosines) / len(cosines) if cosines else 0.0
         assert float(got[b]) == pytest.approx(want, abs=1e-6)
-    torch.testing.assert_close(residual_similarity(before, after)[0], got[0])
 
 
 QUERY, KEY = random(2, 4, 20, 8), random(2, 2, 20, 8)
