@@ -61,28 +61,24 @@ def check_size(picture: Image.Image, processor: Any) -> None:
         )
 
 
-def patch_grid(image_tokens: int, pictures: int) -> tuple[int, int]:
-    """Return rows and columns of a picture's patches, for models with one square grid each."""
-    per_picture, rest = divmod(image_tokens, pictures) if pictures else (0, image_tokens)
-    side = math.isqrt(per_picture)
-    if rest or not per_picture or side * side != per_picture:
-        raise ValueError(
-            f"the patch grid is not known: {image_tokens} image tokens of {pictures} picture(s) "
-            "are not one square grid for each picture"
-        )
-    return side, side
-
-
 def kept_patches(shares: Tensor, image: Tensor, pictures: int) -> Shares:
     """Return the kept share of each patch, mean over heads: float32 [P, rows, cols] in [0, 1].
 
     `shares` [H, T] is a row of `cache.shares(layer)`; `image` [N] is True for image tokens, which
     belong to P pictures, in order.
+
+    Raises:
+        ValueError: the pictures have no square grid of patches each.
     """
     tokens = image.nonzero()[:, 0]
-    grid = patch_grid(len(tokens), pictures)
+    side = math.isqrt(len(tokens) // max(1, pictures))
+    if side == 0 or pictures * side**2 != len(tokens):
+        raise ValueError(
+            f"the patch grid is not known: {len(tokens)} image tokens of {pictures} picture(s) "
+            "are not one square grid for each picture"
+        )
     patches = shares.to(tokens.device).mean(dim=0)[tokens]
-    return patches.view(pictures, *grid).cpu().numpy()
+    return patches.view(pictures, side, side).cpu().numpy()
 
 
 def as_seen(picture: Image.Image, pixels: Any, processor: Any) -> Image.Image:

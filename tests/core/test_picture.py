@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from transformers import CLIPImageProcessor
 
@@ -78,9 +79,10 @@ def test_shares_of_all_tokens_add_up_to_the_pairs_held(models, policy):
 @pytest.mark.parametrize(("tokens", "pictures"), [(144, 0), (0, 1), (145, 1), (577, 1), (50, 3)])
 def test_an_unknown_grid_is_named(tokens, pictures):
     with pytest.raises(ValueError, match=f"grid is not known: {tokens} image tokens of {pictures}"):
-        picture.patch_grid(tokens, pictures)
-    assert picture.patch_grid(576, 1) == (24, 24)
-    assert picture.patch_grid(288, 2) == (12, 12)
+        picture.kept_patches(torch.zeros(1, tokens), torch.ones(tokens), pictures)
+    for tokens, pictures, side in ((576, 1, 24), (288, 2, 12)):
+        shares = picture.kept_patches(torch.zeros(1, tokens), torch.ones(tokens), pictures)
+        assert shares.shape == (pictures, side, side)
 
 
 class Processor:
