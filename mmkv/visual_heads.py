@@ -26,6 +26,7 @@ from mmkv.calls import passing, unwrap_container
 from mmkv.forcing import greedy
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy
+from mmkv.scores.attention import window_rows
 from mmkv.sizes.heads import UniformHeads
 from mmkv.wrapping import wrapped
 
@@ -97,16 +98,11 @@ def head_hits(layer: LayerInputs, regions: Tensor) -> Tensor:
     `regions` is bool [T, N + T], the tokens from which each of the last T tokens is read. The query
     that counts is that of the token before, which predicts it.
     """
-    T, N = regions.shape
-    H = layer.key.shape[1]
-    query = layer.query[0, :, N - T - 1 : N - 1].float().unflatten(0, (H, -1))
-    # Softmax, a positive scale and a softcap do not change the order.
-    logits = query @ layer.key[0].float()[:, None].mT  # [H, G, T, N]
-    visible = torch.ones(T, N, dtype=torch.bool, device=logits.device).tril(N - T - 1)
-    if layer.mask is not None:
-        visible = layer.mask[0, 0, N - T - 1 : N - 1].to(logits.device)
-    visible = visible & layer.valid[0].to(logits.device)
-    top = logits.masked_fill(~visible, -torch.inf).argmax(-1)
+    (T, N), device = regions.shape, layer.key.device
+    query, key, valid = layer.query[:, :, :-1], layer.key[:, :, :-1], layer.valid[:, :-1].to(device)
+    mask = None if layer.mask is None else layer.mask[:, :, :-1, :-1].to(device)
+    # The layer's scale and softcap do not change which token gets most.
+    top = window_rows(query, key, T, valid=valid, mask=mask)[0].argmax(-1)  # [H, G, T]
     region_scores = regions.double() / regions.sum(-1, keepdim=True).clamp(min=1)
     return region_scores.expand(*top.shape[:2], T, N).gather(-1, top[..., None]).sum((1, 2, 3))
 
