@@ -111,9 +111,9 @@ def wrap(
     options: Any = {"kv_dtype": kv_dtype, "evict_chunks": evict_chunks, "graph": graph}
     plan, compressed = planned(model, parts, chosen, budget, profile=profile, **options)
     attachment = Attachment(model, parts, plan, compressed)
-    attachment.attach()
     vars(model)["_mmkv"] = attachment
     try:
+        attachment.attach()
         _ = attachment.plan  # the copy probe runs here, where it can
     except BaseException:
         unwrap(model)

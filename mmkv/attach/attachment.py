@@ -51,15 +51,6 @@ class Attachment:
             self._plan = copy_probe.settled(self, self._plan)
         return self._plan
 
-    def attach(self) -> None:
-        """Change the model; each change is registered for undo before it is made."""
-        attention.register()
-        try:
-            self._attach()
-        except BaseException:
-            self.detach()
-            raise
-
     def remember_inputs(self) -> None:
         """Record the inputs of attention modules in all later passes that repeat a prompt."""
         with _remembering:
@@ -79,7 +70,9 @@ class Attachment:
         vars(self).update(state)
         attention.register()
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
+        """Change the model; each change is registered for undo before it is made."""
+        attention.register()
         model, parts = self.model, self.parts
         view = attention.view(parts.config)
         for module in parts.decoder.modules():
