@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -139,10 +140,8 @@ def run_mini_prefill(
     """
     running.collector = collector = _Collector(prompt, running)
     try:
-        with torch.no_grad():
+        with suppress(_Enough), torch.no_grad():
             decoder.forward(**{**without(arguments), "use_cache": False})
-    except _Enough:
-        pass
     finally:
         running.collector = None
     return collector.scores
