@@ -150,9 +150,7 @@ class Policy:
             if kind in options:
                 part = as_part(kind, options[kind])
                 by_name = not isinstance(options[kind], Part)
-                if by_name and type(part) is type(default):
-                    part = default
-                elif by_name and part is not None and default is not None:
+                if by_name and part is not None and default is not None:
                     # Options of both parts (average_heads) keep the policy's values.
                     shared = {k: v for k, v in default.options().items() if k in part.options()}
                     part = dataclasses.replace(part, **shared)
