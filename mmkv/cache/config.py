@@ -104,8 +104,7 @@ class CacheConfig:
     def fractions_of(self, length: int, n_layers: int) -> tuple[float, ...] | None:
         """Return the share of a row's tokens that each layer keeps; None if scores decide it."""
         if self.learned is not None and self.budget is not None:
-            total = token_masks.total_kept(self.policy, self.budget, n_layers, length)
-            per_token = total / length
+            per_token = total_kept(self.policy, self.budget, n_layers, length) / length
             return tuple(share * per_token for share in self.learned)
         if self.fractions is None or not isinstance(self.budget, float):
             return self.fractions
@@ -124,7 +123,7 @@ class CacheConfig:
         """Return the tokens a head keeps of each row, mean over layers; None without a budget."""
         if self.budget is None:
             return None
-        kept = partial(token_masks.total_kept, self.policy, self.budget, n_layers)
+        kept = partial(total_kept, self.policy, self.budget, n_layers)
         rows = zip(prompt.lengths, prompt.floors, strict=True)
         return [max(kept(n) / n_layers, floor) for n, floor in rows]
 
@@ -152,7 +151,7 @@ class CacheConfig:
             required.append(f"latest {policy.decode.latest}")
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
-            total = token_masks.total_kept(policy, budget, n_layers, length)
+            total = total_kept(policy, budget, n_layers, length)
             budget_left = total - n_layers * floor  # for tokens that compete
             fits = window == policy.window_size and budget_left >= 0
             if fits and (budget_left >= n_layers or floor in (0, length)):
