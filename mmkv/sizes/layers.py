@@ -170,8 +170,6 @@ def pyramid(n_layers: int, total: int, *, beta: float = 20, max_size: int) -> li
     if first > max_size:
         first, last = float(max_size), 2 * mean - max_size
     step = (first - last) / max(n_layers - 1, 1)
-    if n_layers == 1:
-        first = mean
     return fit([first - step * layer for layer in range(n_layers)], total, max_size=max_size)
 
 
