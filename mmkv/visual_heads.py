@@ -57,14 +57,22 @@ def measure(
     uniform, hits = replace(policy, heads=UniformHeads()), list[Tensor]()
     for i, sample in enumerate(samples):
         inputs = {k: v for k, v in sample.items() if k not in (REPLY, REGIONS)}
-        reply = _reply(unwrapped, inputs, sample.get(REPLY))
-        regions = _regions(parts.image_token_ids, i, inputs["input_ids"], reply, sample)
-        cache = _Probe(parts.config, CacheConfig(uniform, 1.0), regions)
-        with_reply, shape = dict(inputs), inputs["input_ids"].shape
+        ids: Tensor = inputs["input_ids"]
+        if len(ids) != 1:
+            raise ValueError(
+                f"calibrate: input_ids of {len(ids)} rows: for visual heads give samples one by one"
+            )
+        if sample.get(REPLY) is None:
+            reply, valid = greedy(unwrapped, inputs, _MOST + 1)
+            reply = reply[valid]
+        else:
+            reply = torch.as_tensor(sample[REPLY], device=ids.device).long().flatten()
+        regions = _regions(parts.image_token_ids, i, ids, reply, sample)
+        cache, with_reply = _Probe(parts.config, CacheConfig(uniform, 1.0), regions), dict(inputs)
         for name, x in inputs.items():  # masks and token types are extended by the reply
-            if isinstance(x, Tensor) and x.shape == shape:
+            if isinstance(x, Tensor) and x.shape == ids.shape:
                 with_reply[name] = pad(x, (0, len(reply)), value=int("attention_mask" in name))
-        with_reply["input_ids"] = torch.cat([inputs["input_ids"], reply[None]], dim=1)
+        with_reply["input_ids"] = torch.cat([ids, reply[None]], dim=1)
         with wrapped(model, uniform, 1.0), torch.no_grad():
             unwrapped(**with_reply, **passing(unwrapped, cache), use_cache=True)
         hits.append(torch.stack(cache.hits))
@@ -105,19 +113,6 @@ def head_hits(layer: LayerInputs, regions: Tensor) -> Tensor:
     top = window_rows(query, key, T, valid=valid, mask=mask)[0].argmax(-1)  # [H, G, T]
     region_scores = regions.double() / regions.sum(-1, keepdim=True).clamp(min=1)
     return region_scores.expand(*top.shape[:2], T, N).gather(-1, top[..., None]).sum((1, 2, 3))
-
-
-def _reply(model: Any, inputs: Mapping[str, Any], reply_ids: Any) -> Tensor:
-    """Return the sample's reply, or the model's own: int64 [T]."""
-    ids = inputs["input_ids"]
-    if len(ids) != 1:
-        raise ValueError(
-            f"calibrate: input_ids of {len(ids)} rows: for visual heads give samples one by one"
-        )
-    if reply_ids is not None:
-        return torch.as_tensor(reply_ids, device=ids.device).long().flatten()
-    reply, valid = greedy(model, inputs, _MOST + 1)
-    return reply[valid]
 
 
 def _regions(
