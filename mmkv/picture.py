@@ -37,27 +37,20 @@ def check_format(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{os.fspath(path)}: expected a name that ends in {', '.join(FORMATS)}")
 
 
-def resized(size: tuple[int, int], processor: Any) -> tuple[int, int] | None:
-    """Return width and height to which an image processor scales a picture; None: bounded, unknown.
+def check_size(picture: Image.Image, processor: Any) -> None:
+    """Refuse a picture that an image processor would scale to too many pixels.
 
     Only processors that scale the shorter side to a fixed length enlarge strips without bound.
     """
-    size_options = dict(getattr(processor, "size", None) or {})
+    size_options, (width, height) = dict(getattr(processor, "size", None) or {}), picture.size
     side = size_options.get("shortest_edge")
     if side is None or size_options.get("longest_edge") is not None:
-        return None
-    short = min(size)
-    return int(side * size[0] / short), int(side * size[1] / short)
-
-
-def check_size(picture: Image.Image, processor: Any) -> None:
-    """Refuse a picture that an image processor would scale to too many pixels."""
-    scaled = resized(picture.size, processor)
-    if scaled is not None and scaled[0] * scaled[1] > _MAX_PIXELS:
-        width, height = picture.size
+        return
+    new_width, new_height = (int(side * x / min(width, height)) for x in (width, height))
+    if new_width * new_height > _MAX_PIXELS:
         raise ValueError(
             f"a picture of {width} x {height} pixels, which the model's image processor would "
-            f"scale to {scaled[0]} x {scaled[1]}: give one whose sides differ less"
+            f"scale to {new_width} x {new_height}: give one whose sides differ less"
         )
 
 
