@@ -14,15 +14,10 @@ _log = logging.getLogger(__name__)
 _MAX_LINE, _MAX_MESSAGE = 200, 500
 _PARTS = "text and image_url"
 # Fields of OpenAI's clients that have no effect on the answer.
-_NO_EFFECT = {
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
+_NO_EFFECT = (
+    *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+    *("service_tier", "store", "user"),
+)
 # Fields that are not supported, so only these values, which ask for nothing, are accepted.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
