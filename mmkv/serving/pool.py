@@ -22,14 +22,7 @@ from mmkv.cache.phases import Decoding
 from mmkv.contexts import Context
 from mmkv.parts.slots import plan as plan_slots
 from mmkv.parts.slots import send
-from mmkv.serving.shared_blocks import (
-    STEP,
-    SharedBlock,
-    SharedLayer,
-    SharedPrefix,
-    capacity,
-    tails,
-)
+from mmkv.serving.shared_blocks import STEP, SharedBlock, SharedLayer, SharedPrefix, capacity, tails
 
 
 class Member:
