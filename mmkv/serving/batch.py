@@ -73,12 +73,6 @@ class Request:
         return "timeout" if late else None
 
     @property
-    def argmax_only(self) -> bool:
-        """Whether the next token is the argmax of the logits and nothing else is computed."""
-        draws = self.generator is not None
-        return not draws and not len(self.processors) and self.sampling.logprobs is None
-
-    @property
     def seen(self) -> int:
         """Tokens of the prompt and of the reply so far."""
         return self.tokens + len(self.reply.tokens)
@@ -189,7 +183,8 @@ class Batch:
     def advance(self, request: Request, logits: Tensor, likeliest: int | None = None) -> None:
         """Choose and send a request's next token from logits [1, V]; an error ends it alone."""
         try:
-            if likeliest is None or not request.argmax_only:
+            chooses = request.generator is not None or len(request.processors)
+            if likeliest is None or chooses or request.sampling.logprobs is not None:
                 likeliest = request.next_token(logits)
             reason = request.emit(likeliest)
         except Exception as error:
@@ -214,8 +209,7 @@ class Batch:
                 self.counts["requests_done"] += 1
             request.cache = request.context = request.member = None
             request.reserved = 0
-            if error is not None:
-                _let_go(error)
+            _let_go(error)
             request.reply.error = error
             request.reply.put(None, reason, request.usage())
 
