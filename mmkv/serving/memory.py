@@ -32,16 +32,12 @@ class Bounds:
         """
         prefix, kept_whole = tokens - behind, behind + new
         width = min(prefix, self._kept_per_head(plan, prefix, kept_whole)) + kept_whole
-        return self._total_bytes(plan, [width + spare(width, 2 * width)] * self.layers, tokens)
+        return self._total_bytes(plan, [width] * self.layers, tokens)
 
     def behind(self, cache: CompressedCache, tokens: int, new: int) -> int:
         """Bound the bytes of a context with all `tokens` of a question and `new` of a reply."""
-        widths = []
-        for layer in cache.compressed:
-            used = max(block.schedule.used for block in layer.keeping().blocks)
-            width = used + 1 + tokens + new
-            widths.append(width + spare(width, 2 * width))
-        return self._total_bytes(cache.plan, widths, tokens)
+        used = [max(x.schedule.used for x in layer.keeping().blocks) for layer in cache.compressed]
+        return self._total_bytes(cache.plan, [x + 1 + tokens + new for x in used], tokens)
 
     def reply(self, cache: CompressedCache, new: int) -> int | None:
         """Bound the bytes while `new` more tokens are generated; None: as `prompt` says."""
@@ -67,7 +63,7 @@ class Bounds:
         pair = 2 * self.vector_bytes
         if policy.merge is not None:
             pair += 4 + 8  # the weight of a pair, and the group of a token
-        total = sum(widths) * self.heads * pair
+        total = sum(x + spare(x, 2 * x) for x in widths) * self.heads * pair
         if self.fused:
             first = min(tokens, self.chunk)
             total += self.layers * (self.query_heads + self.heads) * self.vector_bytes * first
