@@ -187,18 +187,17 @@ class CompletionRequest(_TextRequest):
 
     def replies(self, pictures: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Return the arguments of `Engine.submit`, once for each choice of the answer."""
-        prompt = self.prompt
+        prompt, n, max_new_tokens = self.prompt, self.n or 1, self.max_tokens
         single = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
         prompts: list[Any] = [prompt] if single else list(prompt)
-        if self.max_tokens == 0 and not self.echo:
+        if max_new_tokens == 0 and not self.echo:
             raise RequestError("max_tokens: 0 asks for nothing without echo", param="max_tokens")
-        if self.best_of not in (None, 1, self.n or 1):
+        if self.best_of not in (None, 1, n):
             raise RequestError("best_of: answers are not compared, leave it out", param="best_of")
-        if len(prompts) * (self.n or 1) > _MAX_REPLIES:
+        if len(prompts) * n > _MAX_REPLIES:
             message = f"prompt: at most {_MAX_REPLIES} replies a request, send some apart"
             raise RequestError(message, param="prompt")
         options = {"logprobs": self.logprobs, "echo": bool(self.echo)}
-        n, max_new_tokens = self.n or 1, self.max_tokens
         return [
             {"prompt": x, "sampling": self.sampling(i, **options), "max_new_tokens": max_new_tokens}
             for x in prompts
