@@ -52,14 +52,6 @@ CHAT_TEMPLATE = (
 # Sides of pictures for the towers whose weights a checkpoint may contain; it does not contain their
 # configuration.
 _KNOWN_TOWERS = {"clip-vit-large-patch14-336": 336, "clip-vit-large-patch14": 224}
-_CLIP_LARGE = {
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "patch_size": 14,
-    "projection_dim": 768,
-}
 _DECODERS = {"llava": "LlamaConfig", "llava_llama": "LlamaConfig", "llava_mistral": "MistralConfig"}
 # New beginnings of names: those of transformers' converted checkpoints, which all its versions
 # read.
@@ -268,7 +260,8 @@ def _config(
         tower_config = _read_json(tower / "config.json")
         vision = tower_config.get("vision_config", tower_config)
     elif name in _KNOWN_TOWERS:
-        vision = {**_CLIP_LARGE, "image_size": _KNOWN_TOWERS[name]}
+        clip_large: Any = LlavaConfig().vision_config
+        vision = {**clip_large.to_dict(), "image_size": _KNOWN_TOWERS[name]}
     else:
         raise ValueError(
             f"mm_vision_tower={fields['mm_vision_tower']!r} is none of "

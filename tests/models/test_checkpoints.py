@@ -9,6 +9,7 @@ from PIL import Image
 import mmkv
 from helpers import zoo
 from helpers.checkpoints import TOWER
+from mmkv.loading import checkpoints
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -140,3 +141,15 @@ def test_a_missing_part_is_named(write, tmp_path):
         mmkv.load(folder)
     with pytest.raises(ValueError, match=r"no folder with a config\.json"):
         mmkv.load(folder, vision_tower=tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "side"), [("clip-vit-large-patch14-336", 336), ("clip-vit-large-patch14", 224)]
+)
+def test_a_known_tower_has_the_sizes_of_clip_large(name, side):
+    """They are defaults of transformers' LLaVA, and must stay those of OpenAI's checkpoints."""
+    fields = {"model_type": "llava", "mm_vision_tower": f"openai/{name}"}
+    tower = checkpoints._config(fields, None, rows=64, image=1, pad=2).vision_config
+    assert (tower.hidden_size, tower.intermediate_size, tower.num_hidden_layers) == (1024, 4096, 24)
+    assert (tower.num_attention_heads, tower.patch_size, tower.projection_dim) == (16, 14, 768)
+    assert (tower.model_type, tower.image_size) == ("clip_vision_model", side)
