@@ -58,8 +58,7 @@ class Grammars:
         with self._lock:  # made once: it takes a second
             if self._vocabulary is None:
                 eos = self._model.generation_config.eos_token_id
-                size = self._model.config.get_text_config().vocab_size
-                size = max(size, len(self._tokenizer))
+                size = max(self._model.config.get_text_config().vocab_size, len(self._tokenizer))
                 self._vocabulary = from_tokenizer(self._tokenizer, n_vocab=size, eos_token=eos)
         if problem := LLMatcher.validate_grammar(grammar, self._vocabulary):
             raise Refused(f"no grammar follows from this format: {problem.splitlines()[0]}")

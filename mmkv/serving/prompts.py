@@ -125,10 +125,9 @@ def _without_question(messages: Sequence[Message]) -> list[Message] | None:
 
 def digest(inputs: Mapping[str, Any], conditions: str) -> str:
     """Return a hash of all inputs, pictures included, and of `conditions`."""
-    entries = {keystr(place): x for place, x in tree_flatten_with_path(dict(inputs))[0]}
-    arrays = {name: x for name, x in entries.items() if isinstance(x, Tensor | np.ndarray)}
-    others = [(name, x) for name, x in sorted(entries.items()) if name not in arrays]
-    tensors = {name: torch.as_tensor(x) for name, x in arrays.items()}
+    flat = {keystr(place): x for place, x in tree_flatten_with_path(dict(inputs))[0]}
+    tensors = {k: torch.as_tensor(x) for k, x in flat.items() if isinstance(x, Tensor | np.ndarray)}
+    others = [(name, x) for name, x in sorted(flat.items()) if name not in tensors]
     return of_tensors(tensors, f"{conditions} {others}")
 
 
