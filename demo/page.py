@@ -259,6 +259,10 @@ def build(models: Models) -> gr.Blocks:
                 yield idle | {problem: views.message(_explained(error)), status: ""}
                 yield {turns: views.conversation(talk.turns if talk else [])}
 
+        def halt(talk: Conversation | None) -> None:
+            if talk is not None:
+                talk.stop()
+
         def other_layer(talk: Conversation | None, index: int) -> Any:
             return views.patches(talk.turns[-1].kept, index) if talk and talk.turns else gr.skip()
 
@@ -287,7 +291,7 @@ def build(models: Models) -> gr.Blocks:
             api_visibility="private",
             preprocess=False,  # Gradio would decode any picture
         )
-        stop.click(lambda x: Conversation.stop(x) if x else None, [conversation_state], **_quick)
+        stop.click(halt, [conversation_state], None, **_quick)
         policy.change(_policy_chosen, [policy], controls, **_quick)
         clear.click(forget, [conversation_state], updated, **_quick)
         layer.input(other_layer, [conversation_state, layer], [patches], **_quick)
