@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.cache import sampling
+from mmkv.cache import sampling, token_masks
 from mmkv.cache.sampling import SampledSizes
-from mmkv.cache.token_masks import TokenMasks, kept_whole, total_kept
+from mmkv.cache.token_masks import TokenMasks, total_kept
 from mmkv.parts import SizeInputs
 from mmkv.policy import Policy
 from mmkv.sizes.layers import fit
@@ -71,13 +71,17 @@ class CacheConfig:
         """Whether no token is ever evicted. budget=1.0 is the full cache, in decoding too."""
         return self.policy.keeps_all or (isinstance(self.budget, float) and self.budget >= 1.0)
 
+    @cached_property
+    def kept_whole(self) -> int:
+        """The largest number of tokens up to which a row loses none."""
+        return token_masks.kept_whole(self.policy, self.budget)
+
     def evicting(self, prompt: TokenMasks) -> list[bool]:
         """Return for each row whether it is long enough to lose a token."""
         if self.keeps_everything:
             return [False] * len(prompt.lengths)
-        whole = kept_whole(self.policy, self.budget)
         rows = zip(prompt.lengths, prompt.floors, strict=True)
-        return [n > max(whole, floor) for n, floor in rows]
+        return [n > max(self.kept_whole, floor) for n, floor in rows]
 
     def started(self) -> CacheConfig:
         """Return the plan for a new cache, with its task and the sizes learned for that task."""

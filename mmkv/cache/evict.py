@@ -16,7 +16,7 @@ from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, gathered
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
-from mmkv.cache.token_masks import TokenMasks, kept_whole
+from mmkv.cache.token_masks import TokenMasks
 from mmkv.parts import RowSizes
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
 from mmkv.parts.victims import HeavyHitterSlots
@@ -170,14 +170,14 @@ def _planned(
     heads, seen = len(counts) // len(prompt.lengths), prompt.valid.shape[1]
     lengths = np.repeat(prompt.lengths, heads)
     # A row so short that it loses no token may grow to this size while decoding.
-    whole = kept_whole(plan.policy, plan.budget)
-    capacity, share = np.where(lengths <= whole, whole, counts), None
+    kept_whole = plan.kept_whole
+    capacity, share = np.where(lengths <= kept_whole, kept_whole, counts), None
     if not isinstance(plan.budget, int):
         share = counts / lengths * np.repeat(prompt.granted, heads)
         if plan.budget is not None:
             # Tokens kept because of `policy.least`, beyond the budget, do not raise this share.
             target = plan.budget * lengths
-            share = share * (target / np.maximum(target, np.minimum(whole, lengths)))
+            share = share * (target / np.maximum(target, np.minimum(kept_whole, lengths)))
     blocks = list[tuple[np.ndarray, SlotSchedule, int, int]]()
     for rows in group_rows(counts):
         sizes = RowSizes(
