@@ -97,7 +97,7 @@ def wrap(
         )
     chosen = policy if isinstance(policy, Policy) else get_policy(policy, **policy_options)
     parts = adapters.find(outer)
-    if hasattr(type(parts.config), "_mmkv_original"):  # it is a view that a wrap made
+    if attention.is_view(parts.config):
         raise ValueError(
             f"the decoder of this {kind} is wrapped already, as a part of another model: "
             "mmkv.unwrap that first"

@@ -147,6 +147,11 @@ def run_mini_prefill(
     return collector.scores
 
 
+def is_view(config: Any) -> bool:
+    """Return whether a config is the view of a wrapped model's decoder."""
+    return hasattr(type(config), "_mmkv_original")
+
+
 def view(config: Any) -> Any:
     """Return a view of a config, sharing its attributes, that names our attention function.
 
