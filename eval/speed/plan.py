@@ -18,7 +18,7 @@ from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig, sizes_of_rows
 from mmkv.cache.evict import group_rows
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.token_masks import TokenMasks, kept_whole, total_kept
+from mmkv.cache.token_masks import TokenMasks, keeps_everything, kept_whole, total_kept
 from mmkv.calls import cache_in
 from mmkv.parts.slots import Ratio
 from mmkv.scores.accumulated import AccumulatedAttention
@@ -151,7 +151,7 @@ def held(
     by less than `distance`.
     """
     seen, decode = prompt + generated, policy.decode
-    if CacheConfig(policy, budget).keeps_everything:
+    if keeps_everything(policy, budget):
         return seen
 
     def kept(length: int) -> float:

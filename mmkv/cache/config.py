@@ -68,8 +68,8 @@ class CacheConfig:
 
     @cached_property
     def keeps_everything(self) -> bool:
-        """Whether no token is ever evicted. budget=1.0 is the full cache, in decoding too."""
-        return self.policy.keeps_all or (isinstance(self.budget, float) and self.budget >= 1.0)
+        """Whether no token is ever evicted."""
+        return token_masks.keeps_everything(self.policy, self.budget)
 
     @cached_property
     def kept_whole(self) -> int:

@@ -174,3 +174,8 @@ def total_kept(policy: Policy, budget: float | int | None, n_layers: int, length
 def kept_whole(policy: Policy, budget: float | int | None) -> int:
     """Return the length up to which a row loses no token: `policy.least`, or a budget in tokens."""
     return budget if isinstance(budget, int) else policy.least
+
+
+def keeps_everything(policy: Policy, budget: float | int | None) -> bool:
+    """Return whether no token is ever evicted. budget=1.0 is the full cache, in decoding too."""
+    return policy.keeps_all or (isinstance(budget, float) and budget >= 1.0)
