@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -140,8 +139,10 @@ def run_mini_prefill(
     """
     running.collector = collector = _Collector(prompt, running)
     try:
-        with suppress(_Enough), torch.no_grad():
+        with torch.no_grad():
             decoder.forward(**{**without(arguments), "use_cache": False})
+    except _Enough:
+        pass
     finally:
         running.collector = None
     return collector.scores
