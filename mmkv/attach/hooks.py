@@ -145,7 +145,8 @@ def after_decoder(
     running = current.get()
     if running is None or running.cache is None or output is None:
         return
-    running.check_attended()
+    if running.pending is not None:
+        running.check_attended()
     if running.cache.plan.policy.score.repeats:
         repetition.run(attachment, running, kwargs)
     running.cache.finish()
