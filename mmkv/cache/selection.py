@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,6 @@ from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.slots import send
 from mmkv.policy import Policy, Score
-from mmkv.scores.attention import autocast_off
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV
@@ -105,7 +105,11 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
             object.__setattr__(score, "window", window)
         return score(inputs)
 
-    with torch.no_grad(), autocast_off(layer.key):
+    # Autocast would round float32 products to 16 bits.
+    no_autocast = nullcontext()
+    if torch.is_autocast_enabled(device.type):
+        no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), no_autocast:
         if len(set(windows)) == 1:
             scores = of_rows(windows[0], layer)
         else:
