@@ -22,6 +22,8 @@ class ChatAnswer:
     def __init__(self, request: ChatRequest | CompletionRequest, n_choices: int) -> None:
         name = f"{self.prefix}-{uuid.uuid4().hex}"
         self._header = {"id": name, "created": int(time.time()), "model": request.model}
+        # None (or False in a chat) asks for no logprobs, 0 for those of the chosen tokens alone.
+        self._with_logprobs = request.logprobs is not None and request.logprobs is not False
         tools, self._most_calls = list[Piece](), None
         if isinstance(request, ChatRequest):
             tools = request.callable
@@ -83,11 +85,11 @@ class ChatAnswer:
             message["content"] = content or None
             message["tool_calls"] = [{k: v for k, v in x.items() if k != "index"} for x in calls]
         tokens = [x for piece in pieces for x in (piece["logprobs"] or {}).get("content", [])]
-        logprobs = {"content": tokens, "refusal": None} if tokens else None
+        logprobs = {"content": tokens, "refusal": None} if self._with_logprobs else None
         return {"message": message, "logprobs": logprobs}
 
     def _logprobs(self, i: int, chosen: Sequence[TokenLogprobs]) -> Piece | None:
-        if not chosen:
+        if not self._with_logprobs or not chosen:
             return None
         tokens = [{**_token(x.taken), "top_logprobs": [*map(_token, x.top)]} for x in chosen]
         return {"content": tokens, "refusal": None}
@@ -119,7 +121,7 @@ class CompletionAnswer(ChatAnswer):
         return {"text": "".join(x["text"] for x in pieces), "logprobs": logprobs}
 
     def _logprobs(self, i: int, chosen: Sequence[TokenLogprobs]) -> Piece | None:
-        if not chosen:
+        if not self._with_logprobs or not chosen:
             return None
         offsets = list[int]()
         for x in chosen:
