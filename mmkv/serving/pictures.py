@@ -20,7 +20,7 @@ def read_picture(url: str, limits: Limits, allow_hosts: Collection[str], pixels:
     A host's name has ":port" if that is not the default port of the scheme.
     """
     inline = url[:5].lower() == "data:"
-    raw = _inline(url) if inline else _fetched(url, limits, allow_hosts)
+    raw = _inline(url, limits) if inline else _fetched(url, limits, allow_hosts)
     try:
         return untrusted.read_picture(
             raw, untrusted.upright, most_pixels=pixels, most_bytes=limits.picture_bytes
@@ -33,10 +33,12 @@ def _picture_error(reason: str) -> RequestError:
     return RequestError(f"cannot read a picture: {reason}", param="messages", code="invalid_image")
 
 
-def _inline(url: str) -> bytes:
+def _inline(url: str, limits: Limits) -> bytes:
     head, comma, data = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise _picture_error("expected data:image/...;base64,...")
+    if len(data) > 4 * (limits.picture_bytes + 2) // 3 + 4:
+        raise _picture_error(f"larger than {limits.picture_bytes / 2**20:g} MiB")
     try:
         return base64.b64decode(data, validate=True)
     except ValueError:
