@@ -32,7 +32,11 @@ class Loaded:
     name: str
     model: Any
     processor: Any
-    reads_pictures: bool
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether the model reads pictures, by its processor."""
+        return hasattr(self.processor, "image_processor")
 
     @property
     def tokenizer(self) -> Any:
@@ -124,8 +128,8 @@ def load(
     if device_map is not None:
         return Loaded(name, *models.pretrained(name, dtype=torch_dtype, device_map=device_map))
     target = models.find_device(device)
-    model, *others = models.pretrained(name, dtype=torch_dtype)
-    return Loaded(name, model.to(target), *others)
+    model, processor = models.pretrained(name, dtype=torch_dtype)
+    return Loaded(name, model.to(target), processor)
 
 
 def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:

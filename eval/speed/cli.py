@@ -191,7 +191,7 @@ def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
     if name not in SHAPES:
         return chat.load(name, device, dtype)
     made = make(SHAPES[name], str(find_device(device)), dtype)
-    return chat.Loaded(name, made, None, False)
+    return chat.Loaded(name, made, None)
 
 
 def _warn_beyond(model: Any, tokens: int) -> None:

@@ -70,7 +70,7 @@ def load_builtin(
         )
     other = name == models.BUILTIN and Path(weights) != WEIGHTS
     path = str(weights) if other else name
-    return models.pretrained(path, dtype=dtype or torch.float32)[:2]
+    return models.pretrained(path, dtype=dtype or torch.float32)
 
 
 def example_pictures(name: str = models.BUILTIN) -> list[Path]:

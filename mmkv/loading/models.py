@@ -99,15 +99,13 @@ def _path(name: str) -> Path | None:
     return None
 
 
-def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
-    """Load a model, in eval mode; return it, its processor or tokenizer, whether it reads pictures.
+def pretrained(name: str, **options: Any) -> tuple[Any, Any]:
+    """Load a model, in eval mode; return it, and its processor or, of a text model, its tokenizer.
 
     Weights are read from safetensors or GGUF only, and no code of the repository is run. `name` is
     as for `find`, `options` are transformers'. The dtype "auto" is that of the saved weights,
     float32 for `NAMES` and GGUF files.
     """
-    import transformers as hf
-
     source = find(name)
     if options.get("dtype", "auto") == "auto":
         options["dtype"] = source.dtype
@@ -116,12 +114,11 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any, bool]:
     with _one_line_errors(source, f"cannot load model {name!r}", bars=bars):
         if file := source.options.get("gguf_file"):
             model, tokenizer = gguf_files.read(Path(source.path) / file, **options)
-            return model.eval(), tokenizer, False
-        _, model_class, reads_pictures = _config_and_class(source)
-        reader: Any = hf.AutoProcessor if reads_pictures else hf.AutoTokenizer
+            return model.eval(), tokenizer
+        _, model_class, reader = _config_and_classes(source)
         kwargs: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, **options}
         model = model_class.from_pretrained(source.path, **kwargs).eval()
-        return model, reader.from_pretrained(source.path, trust_remote_code=False), reads_pictures
+        return model, reader.from_pretrained(source.path, trust_remote_code=False)
 
 
 @contextmanager
@@ -156,19 +153,19 @@ def empty(name: str, dtype: torch.dtype) -> Any:
     """Make a model on the meta device from its config: modules and shapes without weights."""
     source = find(name, convert=False)
     with _one_line_errors(source, f"model {name!r}"), torch.device("meta"):
-        config, model_class, _ = _config_and_class(source)
+        config, model_class, _ = _config_and_classes(source)
         return model_class.from_config(config, dtype=dtype)
 
 
-def _config_and_class(source: Source) -> tuple[Any, Any, bool]:
-    """Return a model's config, its auto class, and whether it reads pictures."""
+def _config_and_classes(source: Source) -> tuple[Any, Any, Any]:
+    """Return a model's config, and the auto classes of the model and its processor."""
     import transformers as hf
     from transformers.models.auto import modeling_auto
 
     config = hf.AutoConfig.from_pretrained(source.path, trust_remote_code=False, **source.options)
-    pictures = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    model_class = hf.AutoModelForImageTextToText if pictures else hf.AutoModelForCausalLM
-    return config, model_class, pictures
+    if config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return config, hf.AutoModelForImageTextToText, hf.AutoProcessor
+    return config, hf.AutoModelForCausalLM, hf.AutoTokenizer
 
 
 def find_device(name: str) -> torch.device:

@@ -124,7 +124,7 @@ def add_parts(model: Any, parts: dict[str, Any]) -> None:
                 weights[name].copy_(part)
 
 
-def assembled(load: Callable[[], tuple[Any, ...]], source: str) -> Path:
+def assembled(load: Callable[[], tuple[Any, Any]], source: str) -> Path:
     """Return the folder of the whole checkpoint, made if it does not exist.
 
     `load` returns SmolLM2 and its tokenizer; `source` identifies the copy of its weights.
@@ -133,7 +133,7 @@ def assembled(load: Callable[[], tuple[Any, ...]], source: str) -> Path:
     digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
 
     def make(folder: Path) -> None:
-        model, processor = build(*load()[:2])
+        model, processor = build(*load())
         add_parts(model, load_file(PARTS))
         with quiet():
             model.save_pretrained(folder)

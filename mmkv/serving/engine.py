@@ -108,9 +108,8 @@ class Engine:
                 f"{config.model_type} has layers with a sliding window or linear attention, "
                 "whose caches are the model's own and cannot join a batch: use model.generate"
             )
-        reads_pictures = hasattr(processor, "image_processor")
         self.processor = processor
-        self._loaded = chat.Loaded(type(self.model).__name__, self.model, processor, reads_pictures)
+        self._loaded = chat.Loaded(type(self.model).__name__, self.model, processor)
         self._tokenizer = self._loaded.tokenizer
         self.cache_memory, self.share_prefixes = cache_memory, share_prefixes
         self.max_new_tokens = max_new_tokens

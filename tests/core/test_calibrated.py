@@ -426,7 +426,7 @@ class TestBuiltin:
 
     @pytest.fixture(scope="class")
     def asked(self):
-        loaded = Loaded("builtin", *load_builtin(), reads_pictures=True)
+        loaded = Loaded("builtin", *load_builtin())
         inputs = encode(loaded, "Describe the image.", [Image.open(example_pictures()[0])])
         said = loaded.model.generate(**inputs, max_new_tokens=80, do_sample=False)
         return loaded.model, inputs, said

@@ -50,7 +50,7 @@ def picture(n):
 def ids_of(processor, messages):
     """What the template makes of a whole conversation, and its answer's head."""
     model = builtin()[0] if hasattr(processor, "image_processor") else smollm2()[0]
-    loaded = chat.Loaded("any", model, processor, hasattr(processor, "image_processor"))
+    loaded = chat.Loaded("any", model, processor)
     return chat.encode_messages(loaded, messages)["input_ids"][0].tolist()
 
 
@@ -128,7 +128,7 @@ def test_texts_and_turns_are_one_conversation(system, tmp_path):
         return {"role": "user", "content": "\n\n".join(words)}
 
     def wanted(*messages):
-        loaded = chat.Loaded("any", model, tokenizer, False)
+        loaded = chat.Loaded("any", model, tokenizer)
         return chat.encode_messages(loaded, [*before, *messages])["input_ids"][0].tolist()
 
     with mmkv.wrapped(model, budget=1.0):

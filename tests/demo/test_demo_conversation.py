@@ -319,7 +319,7 @@ def text_model(loaded):
     torch.manual_seed(0)
     model, tokenizer = make_model("llama"), copy.deepcopy(loaded.processor.tokenizer)
     model.resize_token_embeddings(len(tokenizer))
-    return chat.Loaded("tiny", model.eval(), tokenizer, reads_pictures=False)
+    return chat.Loaded("tiny", model.eval(), tokenizer)
 
 
 def test_a_model_that_reads_text_alone(loaded, pictures):

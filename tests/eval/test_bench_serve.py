@@ -41,7 +41,7 @@ def test_the_table(how, capsys):
 def test_questions_about_one_text_share_it(random):
     """All but the question is the shared part, and the parts are the whole prompt."""
     model, processor = mmkv.load_builtin()
-    loaded = chat.Loaded("builtin", model, None if random else processor, not random)
+    loaded = chat.Loaded("builtin", model, None if random else processor)
     first, second, third = serve.make_requests(loaded, 3, 64, int(not random), documents=2)
     for asked in (first, second, third):
         assert asked.prefix is not None
@@ -58,7 +58,7 @@ def test_questions_about_real_documents(tmp_path):
     words = [f"Word {chr(97 + i)} follows here." * 60 for i in range(3)]
     for i, text in enumerate(words):
         (tmp_path / f"{i}.txt").write_text(text)
-    loaded = chat.Loaded("builtin", *mmkv.load_builtin(), True)
+    loaded = chat.Loaded("builtin", *mmkv.load_builtin())
     asked = serve.make_requests(loaded, 4, 100, 0, documents=2, data=tmp_path)
     tokenizer = loaded.processor.tokenizer
     told = [tokenizer.decode(x.inputs["input_ids"][0], skip_special_tokens=True) for x in asked]
@@ -73,7 +73,7 @@ def test_questions_about_real_documents(tmp_path):
 
 
 def test_replies_agree_by_the_words_before_they_end():
-    loaded = chat.Loaded("builtin", *mmkv.load_builtin(), True)
+    loaded = chat.Loaded("builtin", *mmkv.load_builtin())
     tokenizer = loaded.processor.tokenizer
 
     def timing(text, behind=""):
@@ -85,7 +85,7 @@ def test_replies_agree_by_the_words_before_they_end():
     other = [timing("red circle", "blue"), timing("blue ring")]
     assert serve.agreement(loaded, full, full) == "1.00"
     assert serve.agreement(loaded, other, full) == "0.75"
-    assert serve.agreement(chat.Loaded("random", None, None, False), full, full) == "-"
+    assert serve.agreement(chat.Loaded("random", None, None), full, full) == "-"
 
 
 @pytest.mark.parametrize(

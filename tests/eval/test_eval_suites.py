@@ -235,6 +235,6 @@ class TestWhatTheModelReads:
     )
     def test_pictures_for_a_text_model(self, words, monkeypatch, capsys, tmp_path):
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("mmkv.chat.load", lambda *_: Loaded("mine", None, None, False))
+        monkeypatch.setattr("mmkv.chat.load", lambda *_: Loaded("mine", None, None))
         said = complaint(capsys, *words.split())
         assert "shows pictures, and model 'mine' reads text only: use continuation, ruler" in said

@@ -167,7 +167,7 @@ class TestDamage:
             file.unlink()
         else:
             file.write_bytes(whole[:-50] if how == "short" else whole[:-50] + b" " * 50)
-        model, tokenizer, _ = models.pretrained(str(path))
+        model, tokenizer = models.pretrained(str(path))
         assert reads == ["tiny.gguf"]
         assert differs(model, original) < 1e-5
         assert tokenizer.eos_token == "</s>"
@@ -204,7 +204,7 @@ class TestDamage:
 class TestNowhereToWrite:
     def test_a_cache_that_cannot_be_made(self, original, path, monkeypatch, caplog):
         monkeypatch.setenv("MMKV_CACHE", str(path / "cache"))  # a file is no folder
-        model, tokenizer, _ = models.pretrained(str(path))
+        model, tokenizer = models.pretrained(str(path))
         assert differs(model, original) < 1e-5
         assert tokenizer.eos_token == "</s>"
         (said,) = caplog.messages
@@ -318,7 +318,7 @@ class TestNames:
             "HuggingFaceTB/SmolLM2-135M",
         ):
             assert way in text
-        _, tokenizer, _ = models.pretrained(str(path))
+        _, tokenizer = models.pretrained(str(path))
         hub = tmp_path / "hub"
         original.to(torch.bfloat16).save_pretrained(hub)
         original.float()

@@ -37,7 +37,7 @@ SCENE = drawings.Scene(
 
 @pytest.fixture(scope="module")
 def text():
-    return models.pretrained("smollm2")[:2]
+    return models.pretrained("smollm2")
 
 
 @pytest.fixture(scope="module")

@@ -220,7 +220,7 @@ def test_where_a_conversation_is_cut(before, content, cut):
 
 
 def test_an_empty_question_is_not_cut_off(builtin):
-    loaded = Loaded("builtin", *builtin, reads_pictures=True)
+    loaded = Loaded("builtin", *builtin)
     told = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "How so?"}]
     whole, prefix, rest = encode(loaded, told, split=True)
     both = torch.cat([prefix["input_ids"], rest["input_ids"]], dim=1)
@@ -279,7 +279,7 @@ def test_messages_share_what_stands_before_the_question(builtin):
     model, processor = builtin
     pictures = [Image.open(path) for path in example_pictures()[:2]]
     texts = ["Describe the picture.", "How many shapes are there?"]
-    loaded = Loaded("builtin", model, processor, reads_pictures=True)
+    loaded = Loaded("builtin", model, processor)
     with mmkv.wrapped(model, "condense", 0.3, least=0), Engine(model, processor) as engine:
         replies = [
             engine.submit(asked(picture, text), max_new_tokens=30)

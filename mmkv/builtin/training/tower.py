@@ -37,7 +37,7 @@ Bf16 = Annotated[
 
 def untrained() -> tuple[Any, Any]:
     """Return the untrained model and processor around SmolLM2, in float32."""
-    return build(*models.pretrained(models.SMOLLM2, dtype=torch.float32)[:2])
+    return build(*models.pretrained(models.SMOLLM2, dtype=torch.float32))
 
 
 def arguments(out: Path, rate: float, bf16: bool, **options: Any) -> Any:
