@@ -58,9 +58,7 @@ SuiteOption = Annotated[
 ]
 
 # The app whose commands `mmkv` adds to its own.
-commands = typer.Typer(
-    name="mmkv", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def budget_list(text: str) -> list[float | int]:

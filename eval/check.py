@@ -17,7 +17,7 @@ from .store import Store, describe_environment, digest, file_digests, key_of, re
 FOLDER = Path("runs/check")
 
 
-@commands.command("check")
+@commands.command("check", short_help="Find the smallest budget for your prompts.")
 @show_errors
 def check_command(
     model: options.ModelOption = "builtin",

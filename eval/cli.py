@@ -19,6 +19,7 @@ from mmkv.terminal import check_place, console, say, show_errors
 from . import arguments
 from . import check as check  # registers the command `mmkv check`
 from .arguments import budget_list, commands
+from .speed import cli as cli  # registers `mmkv bench` and `mmkv plan`
 
 if TYPE_CHECKING:
     from mmkv.chat import Loaded
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 PLOTS = ("layers", "lorenz", "retention", "heads")
 
 
-@commands.command("eval")
+@commands.command("eval", short_help="Measure the quality of policies on a suite.")
 @show_errors
 def eval_command(
     suite: Annotated[
@@ -139,7 +140,7 @@ def _check_readable(loaded: Loaded, samples: Sequence[Sample]) -> None:
         )
 
 
-@commands.command("report")
+@commands.command("report", short_help="Summarise the results of mmkv eval.")
 @show_errors
 def report_command(
     folders: Annotated[
@@ -179,7 +180,7 @@ def report_command(
         typer.echo(f"wrote {path}")
 
 
-@commands.command("calibrate")
+@commands.command("calibrate", short_help="Measure a profile of layer or head sizes.")
 @show_errors
 def calibrate_command(
     out: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.json"),
@@ -250,7 +251,7 @@ def calibrate_command(
     typer.echo(f"wrote {out}")
 
 
-@commands.command("plot")
+@commands.command("plot", short_help="Plot layer sizes, head costs and importance.")
 @show_errors
 def plot_command(
     kind: Annotated[

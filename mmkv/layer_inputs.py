@@ -51,10 +51,6 @@ class Rotary:
         """Return the embedding of the last n tokens, copied."""
         return replace(self, cos=self.cos[:, -n:].clone(), sin=self.sin[:, -n:].clone())
 
-    def rows(self, at: Tensor) -> Rotary:
-        """Return the embedding of some rows of the batch."""
-        return replace(self, cos=rows_of(self.cos, at), sin=rows_of(self.sin, at))
-
     def of_tokens(self, at: Tensor) -> Rotary:
         """Return the embedding of some of the tokens, int64 [B, n]."""
         index = at[..., None].expand(-1, -1, self.cos.shape[-1])
@@ -94,7 +90,7 @@ def rows_of(x: Any, at: Tensor) -> Any:
     if isinstance(x, Tensor):
         return x[at.to(x.device)]
     if isinstance(x, Rotary):  # its frequencies are those of all rows
-        return x.rows(at)
+        return replace(x, cos=rows_of(x.cos, at), sin=rows_of(x.sin, at))
     if not is_dataclass(x) or isinstance(x, type):
         return x
     return replace(x, **{f.name: rows_of(getattr(x, f.name), at) for f in fields(x)})
@@ -226,19 +222,13 @@ class LayerInputs:
             )
         return self.rotary.undo(self.key)
 
-    def rows(self, at: Tensor) -> LayerInputs:
-        """Return some rows of the batch."""
-        return rows_of(self, at)
-
     def by_head(self, valid: Tensor, image: Tensor) -> LayerInputs:
         """Return each key-value head as a row, with its own `valid` and `image` [B, H, N]."""
         B, H = self.key.shape[:2]
         device = self.key.device
-        mask, rotary = self.mask, self.rotary
+        mask, rows = self.mask, torch.arange(B, device=device).repeat_interleave(H)
         if mask is not None:
             mask = mask.expand(B, H, -1, -1).flatten(0, 1)[:, None]
-        if rotary is not None:
-            rotary = rotary.rows(torch.arange(B, device=device).repeat_interleave(H))
         return replace(
             self,
             query=self.query.unflatten(1, (H, -1)).flatten(0, 1),
@@ -246,9 +236,9 @@ class LayerInputs:
             value=self.value.flatten(0, 1)[:, None],
             valid=valid.flatten(0, 1),
             image=image.flatten(0, 1),
-            size=None if self.size is None else self.size.repeat_interleave(H),
+            size=rows_of(self.size, rows),
             mask=mask,
             bias=None if self.bias is None else self.bias.flatten(0, 1)[:, None],
-            rotary=rotary,
+            rotary=rows_of(self.rotary, rows),
             head=torch.arange(H, device=device).repeat(B),
         )

@@ -37,7 +37,7 @@ _MODELS = (
 )
 _Model = Annotated[str, typer.Option(help=_MODELS)]
 bench = typer.Typer(rich_markup_mode=None)
-commands.add_typer(bench, name="bench")
+commands.add_typer(bench, name="bench", short_help="Measure the speed and memory of policies.")
 
 
 @bench.callback(invoke_without_command=True)
@@ -240,7 +240,7 @@ def serve_command(
     write(console(), Table("", serve.COLUMNS, rows, title, notes))
 
 
-@commands.command("plan")
+@commands.command("plan", short_help="Compute bounds on memory, times and batches.")
 @show_errors
 def plan_command(
     model: Annotated[str, typer.Argument(help=_MODELS)],

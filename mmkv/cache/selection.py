@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache.token_masks import TokenMasks
-from mmkv.layer_inputs import LayerInputs
+from mmkv.layer_inputs import LayerInputs, rows_of
 from mmkv.parts.slots import send
 from mmkv.policy import Policy, Score
 
@@ -116,7 +116,7 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
             parts, order = [], []
             for window in sorted(set(windows)):
                 rows = [b for b, w in enumerate(windows) if w == window]
-                parts.append(of_rows(window, layer.rows(torch.tensor(rows, device=device))))
+                parts.append(of_rows(window, rows_of(layer, torch.tensor(rows, device=device))))
                 order += rows
             scores = torch.cat(parts)[torch.tensor(order, device=device).argsort()]
     if not type(policy.score).__module__.startswith(("mmkv.scores.", "mmkv.policies.")):

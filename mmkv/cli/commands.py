@@ -1,18 +1,15 @@
-"""The command line. Heavy imports stay inside the commands, so that `mmkv --help` is quick.
-
-The packages of `_MOUNTED` have further commands, in the `typer.Typer` `commands` of their `cli`.
-"""
+"""The command line. Heavy imports stay inside the commands, so that `mmkv --help` is quick."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from mmkv.cli.chat import chat
 from mmkv.cli.serve import serve
+from mmkv.eval.cli import commands as evaluation
 from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption
 from mmkv.terminal import console, show_errors, show_warnings
 
@@ -24,19 +21,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-_MOUNTED = {
-    "mmkv.eval": {
-        "eval": "Measure the quality of policies on a suite.",
-        "report": "Summarise the results of mmkv eval.",
-        "plot": "Plot layer sizes, head costs and importance.",
-        "check": "Find the smallest budget for your prompts.",
-        "calibrate": "Measure a profile of layer or head sizes.",
-    },
-    "mmkv.eval.speed": {
-        "bench": "Measure the speed and memory of policies.",
-        "plan": "Compute bounds on memory, times and batches.",
-    },
-}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,21 +85,6 @@ def _options(
     pass
 
 
-def _mount(package: str, commands: dict[str, str]) -> None:
-    """Add a package's commands; each imports the package when it runs."""
-
-    @show_errors
-    def forward(context: typer.Context) -> None:
-        app: typer.Typer = import_module(f"{package}.cli").commands
-        app(args=[str(context.info_name), *context.args], prog_name="mmkv")
-
-    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    for name, summary in commands.items():
-        options: Any = {"help": summary, "add_help_option": False, "context_settings": settings}
-        app.command(name, **options)(forward)
-
-
 for command in (policies, chat, demo, serve):
     app.command()(command)
-for package, mounted in _MOUNTED.items():
-    _mount(package, mounted)
+app.add_typer(evaluation)

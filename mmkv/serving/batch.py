@@ -22,6 +22,7 @@ from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.phases import Decoding
 from mmkv.calls import passing
 from mmkv.contexts import Context
+from mmkv.layer_inputs import rows_of
 from mmkv.parts.slots import send
 from mmkv.serving import choose
 from mmkv.serving.pool import Member, Pool
@@ -303,7 +304,7 @@ class RowCaches(CompressedCache):
             row_pass, at = self._passes[i], slice(i, i + 1)
             if rotary is not None and row.observes_replies:
                 index = torch.tensor([i], device=rotary.cos.device)
-                row_pass.rotary[layer_idx] = rotary.rows(index)
+                row_pass.rotary[layer_idx] = rows_of(rotary, index)
             current.set(row_pass)
             of_row = call._replace(query=query[at], key=call.key[at], value=value[at])
             out[at] = row.attend(layer_idx, of_row, delegate)[0]

@@ -8,7 +8,6 @@ import logging
 import random
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +23,6 @@ from mmkv import chat, parts, registry, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
 from mmkv.cli import commands
 from mmkv.demo.conversation import Conversation
-from mmkv.eval import cli as mounted
-from mmkv.eval.speed import cli as speed
 from mmkv.serving import engine
 
 QUESTION = "Describe the image."
@@ -391,21 +388,6 @@ def test_values_of_options_follow_the_fields():
     assert parse("squeeze", ["base=local"]) == {"base": "local"}
 
 
-def test_the_evaluation_gets_its_words_unread(monkeypatch):
-    """`mmkv plot --help` and all the rest is for mmkv.eval.cli, imported only then."""
-    seen, mounted = [], typer.Typer()
-
-    @mounted.command(context_settings={"ignore_unknown_options": True})
-    def plot(words: list[str]) -> None:
-        seen.extend(words)
-
-    mounted.command("report")(lambda: None)
-    monkeypatch.setitem(sys.modules, "mmkv.eval.cli", SimpleNamespace(commands=mounted))
-    with pytest.raises(SystemExit):
-        commands.main(["plot", "--dark", "a", "b"])
-    assert seen == ["--dark", "a", "b"]
-
-
 MINE = """
 from dataclasses import dataclass
 
@@ -425,10 +407,8 @@ class Mine(mmkv.Policy):
 @pytest.mark.usefixtures("registering")
 class TestPlugins:
     def test_every_command_that_takes_a_policy_takes_files_of_them(self):
-        apps = (commands.app, mounted.commands, speed.commands)
-        known = {n: x for a in apps for n, x in typer.main.get_command(a).commands.items()}
         taking = set()
-        for name, command in known.items():
+        for name, command in typer.main.get_command(commands.app).commands.items():
             options = {option for param in command.params for option in param.opts}
             if options & {"--policy", "--policies"}:
                 taking.add(name)
