@@ -69,8 +69,8 @@ class Answer:
         self.done = self.reads_again = False
         earlier = list[dict[str, Any]]()
         if before is not None:
-            earlier = [*before._messages, before._message("assistant", before.side().text)]
-        messages = self._messages = [*earlier, self._message("user", question, pictures)]
+            earlier = [*before._messages, loaded.message(before.side().text, role="assistant")]
+        messages = self._messages = [*earlier, loaded.message(question, pictures)]
         if loaded.processor.chat_template is None:
             messages = [{"role": "user", "content": "\n".join(x["content"] for x in messages)}]
         self.prompt = inputs = chat.encode_messages(loaded, messages)
@@ -96,13 +96,6 @@ class Answer:
                 k: x for k, x in new.items() if x.shape != new["input_ids"].shape
             }
         self._steps = _steps(model, {**inputs, **options})
-
-    def _message(
-        self, role: str, text: str, pictures: Sequence[Image.Image] = ()
-    ) -> dict[str, Any]:
-        images = [{"type": "image", "image": x} for x in pictures]
-        parts = [*images, {"type": "text", "text": text}]
-        return {"role": role, "content": parts if self._loaded.places_pictures else text}
 
     def step(self) -> bool:
         """Generate one more token; return False if the answer had ended."""

@@ -15,9 +15,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mmkv import adapters, budgets
 from mmkv.loading import models, untrusted
 from mmkv.picture import check_size
 from mmkv.policy import Policy
+from mmkv.profiles import Profile
 from mmkv.registry import option_types, policy_class
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -48,6 +50,16 @@ class Loaded:
         """Whether the chat template has a place for pictures in a message."""
         return self.reads_pictures and self.processor.chat_template is not None
 
+    def message(
+        self, text: str, pictures: Sequence[Image.Image] = (), *, role: str = "user"
+    ) -> dict[str, Any]:
+        """Return a chat message of pictures, then a text, with the content that its model takes."""
+        content: Any = text
+        if pictures or self.places_pictures:
+            content = [*({"type": "image", "image": x} for x in pictures)]
+            content.append({"type": "text", "text": text})
+        return {"role": role, "content": content}
+
 
 def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
     """Parse policy options such as "window=16" by the types of the policy's fields.
@@ -65,16 +77,12 @@ def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def budget_or_default(
-    budget: int | float | None, policy: Policy, profile: Path | None
-) -> int | float | None:
-    """Return the budget, by default 0.2, or None where policy or profile gives the size."""
-    from mmkv.profiles import Profile
-
-    sized = profile is not None and bool(Profile.load(profile).fractions)
-    if budget is None and not sized and policy.layers.retention is None:
-        return DEFAULT_BUDGET
-    return budget
+def parse_budget(text: str | None, policy: Policy, profile: Path | None) -> int | float | None:
+    """Parse a budget, by default 0.2, or None where policy or profile gives the size."""
+    sized = profile is not None and Profile.load(profile).fractions
+    if text is not None:
+        return budgets.parse(text)
+    return None if sized or policy.layers.retention is not None else DEFAULT_BUDGET
 
 
 def parse_value(name: str, text: str, hint: Any) -> Any:
@@ -134,11 +142,7 @@ def load(
 
 def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> dict[str, Any]:
     """Return the model's inputs for one user message: the pictures, then the question."""
-    content: Any = question
-    if pictures or loaded.places_pictures:
-        images = [{"type": "image", "image": x} for x in pictures]
-        content = [*images, {"type": "text", "text": question}]
-    return encode_messages(loaded, [{"role": "user", "content": content}])
+    return encode_messages(loaded, [loaded.message(question, pictures)])
 
 
 def encode_messages(
@@ -225,8 +229,6 @@ def adds_special(tokenizer: Any, text: str) -> bool:
 
 def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:
     """Return bool [N], True for tokens of pictures and videos in the prompt."""
-    from mmkv import adapters
-
     ids: Tensor = inputs["input_ids"][0].cpu()
     tokens = adapters.find(loaded.model).image_token_ids
     return torch.isin(ids, torch.tensor(tokens, dtype=ids.dtype))

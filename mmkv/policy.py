@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from mmkv.parts import (
     BASES,
@@ -30,8 +30,6 @@ from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.layers import UniformLayers
 
 __all__ = ["Decode", "Heads", "Layers", "Merge", "Part", "Policy", "Protect", "Score"]
-
-P = TypeVar("P", bound="Policy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +125,7 @@ class Policy:
         return {kind: part for kind, part in parts.items() if part is not None}
 
     @classmethod
-    def of(cls: type[P], **options: Any) -> P:
+    def of(cls, **options: Any) -> Self:
         """Make the policy with these parts (names or values), options of parts and own options.
 
         Raises:
@@ -170,7 +168,7 @@ class Policy:
         return policy
 
     @classmethod
-    def start(cls: type[P], **options: Any) -> P:
+    def start(cls, **options: Any) -> Self:
         """Make the policy with the options of this class alone, before `of` sets all others."""
         return cls(**options)
 

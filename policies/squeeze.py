@@ -8,7 +8,7 @@ assumes 8,000 tokens for every prompt of a Mistral; here the real length is used
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from mmkv.parts.victims import Fixed
 from mmkv.policy import Decode, Layers, Policy, Score
@@ -31,7 +31,7 @@ class Squeeze(Policy):
     settled = ("score", "decode")  # set by the base
 
     @classmethod
-    def start(cls, **options: Any) -> "Squeeze":
+    def start(cls, **options: Any) -> Self:
         """Return the policy with the base's score, decoding, sinks and recent tokens."""
         base = policy_class(options.get("base", "h2o"))()
         of_base = {k: getattr(base, k) for k in ("score", "decode", "sinks", "recent")}

@@ -90,11 +90,16 @@ def chat(
 
     options = talk.parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
-    size = None if budget is None else budgets.parse(budget)
-    checked_budget = talk.budget_or_default(size, chosen, profile)
-    more_settings: Any = {"options": options, "kv_dtype": kv_dtype, "profile": profile}
-    more_settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    settings = Settings(policy=policy, budget=checked_budget, **more_settings)
+    settings = Settings(
+        policy=policy,
+        budget=talk.parse_budget(budget, chosen, profile),
+        options=options,
+        kv_dtype=kv_dtype,
+        profile=profile,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
     if not words:
         if context is not None or as_json:
             name = "--json" if context is None else "--context"

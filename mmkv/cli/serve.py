@@ -153,11 +153,9 @@ def serve(
     from mmkv.serving import server
 
     options = chat.parse_options(policy, option or [])
-    chosen_policy = get_policy(policy, **options)
-    parsed_budget = None if budget is None else budgets.parse(budget)
+    parsed_budget = chat.parse_budget(budget, get_policy(policy, **options), profile)
     if warning := budgets.note(parsed_budget):
         say(warning)
-    parsed_budget = chat.budget_or_default(parsed_budget, chosen_policy, profile)
     settings: dict[str, Any] = {
         "model": model,
         "device": device,
