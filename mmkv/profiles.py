@@ -17,6 +17,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
@@ -104,7 +106,7 @@ class Profile:
         """
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"profile={path!r}: expected a Profile, or the path of one")
-        try:
+        with _naming(path):
             data = untrusted.read_json(path, _MOST_BYTES)
             if isinstance(data, list):
                 kept = tuple(1.0 - _number(x) for x in data)
@@ -126,8 +128,6 @@ class Profile:
                     return cls(**{name: _numbers(data[name], name, 2)}, **known)
             fractions = _numbers(data.get("fractions"), "fractions", 1)
             return cls(fractions, budget=_number(data.get("budget"), "budget"), **known)
-        except ValueError as error:
-            raise ValueError(f"profile {os.fspath(path)}: {_reason(error)}") from None
 
     def check(self, config: Any, n_layers: int, budget: SupportsFloat | None) -> None:
         """Refuse a profile that was measured on another model, or with another budget."""
@@ -160,13 +160,12 @@ def read(
 
     `n_layers` is the number of compressed layers; `budget` is None to take the profile's.
     """
-    loaded = profile if isinstance(profile, Profile) else Profile.load(profile)
-    try:
+    if isinstance(profile, Profile):
+        profile.check(config, n_layers, budget)
+        return profile
+    loaded = Profile.load(profile)
+    with _naming(profile):
         loaded.check(config, n_layers, budget)
-    except ValueError as error:
-        if isinstance(profile, Profile):
-            raise
-        raise ValueError(f"profile {os.fspath(profile)}: {_reason(error)}") from None
     return loaded
 
 
@@ -185,13 +184,18 @@ def own(model: Any, file: str = FILE) -> Profile | None:
     return profile if fits else None
 
 
-def _reason(error: ValueError) -> str:
-    """Return the error's reason without the file's name."""
-    if isinstance(error.__cause__, OSError):
-        return error.__cause__.strerror or str(error)
-    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
-        return f"no JSON ({error})"
-    return str(error).removeprefix("profile: ")
+@contextmanager
+def _naming(path: str | os.PathLike[str]) -> Generator[None]:
+    """Let errors of this block name the profile's file."""
+    try:
+        yield
+    except ValueError as error:
+        why = str(error).removeprefix("profile: ")
+        if isinstance(error.__cause__, OSError):
+            why = error.__cause__.strerror or why
+        elif isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+            why = f"no JSON ({why})"
+        raise ValueError(f"profile {os.fspath(path)}: {why}") from None
 
 
 def _number(x: Any, name: str = "") -> float:
