@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -58,24 +58,13 @@ def _falcon_attention(
     return module.dense(out.flatten(2)), weights
 
 
-_THREE_AXES = "its rotary positions have three parts"
+_THREE_AXES = Decoder(rotary="its rotary positions have three parts")
+_GEMMA2 = Decoder(added="post_attention_layernorm", others="sliding")
+_GEMMA3 = replace(_GEMMA2, rotary="its layers have two rotary embeddings")
 
 # Decoders by `config.model_type`.
 DECODERS: dict[str, Decoder] = {
     **dict.fromkeys(("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"), Decoder()),
-    **dict.fromkeys(
-        (
-            "glm4v_moe_text",
-            "qwen2_vl_text",
-            "qwen2_5_vl_text",
-            "qwen3_vl_text",
-            "qwen3_vl_moe_text",
-        ),
-        Decoder(rotary=_THREE_AXES),
-    ),
-    **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_moe_text"), Decoder(rotary=_THREE_AXES, others="linear-attention")
-    ),
     "falcon": Decoder(
         layers="h",
         attention="self_attention",
@@ -83,16 +72,10 @@ DECODERS: dict[str, Decoder] = {
         forward=_falcon_attention,
         refused=(("alibi", (False,), "its ALiBi position biases change with the distance"),),
     ),
-    "gemma2": Decoder(added="post_attention_layernorm", others="sliding"),
-    "gemma3_text": Decoder(
-        added="post_attention_layernorm",
-        rotary="its layers have two rotary embeddings",
-        others="sliding",
-    ),
-    "gemma4_text": Decoder(
-        added="post_attention_layernorm",
-        rotary="its layers have two rotary embeddings",
-        others="sliding",
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
+    "gemma4_text": replace(
+        _GEMMA3,
         refused=(
             (
                 "num_kv_shared_layers",
@@ -107,7 +90,8 @@ DECODERS: dict[str, Decoder] = {
             ),
         ),
     ),
-    "glm4v_text": Decoder(added="post_self_attn_layernorm", rotary=_THREE_AXES, interleaved=True),
+    "glm4v_moe_text": _THREE_AXES,
+    "glm4v_text": replace(_THREE_AXES, added="post_self_attn_layernorm", interleaved=True),
     "gpt_neox": Decoder(attention="attention", output="dense"),
     "llama4_text": Decoder(
         rotary="its layers with full attention have no rotary embedding",
@@ -116,6 +100,12 @@ DECODERS: dict[str, Decoder] = {
     ),
     "ministral3": Decoder(rotary="its queries are scaled by their position"),
     "opt": Decoder(output="out_proj", rotary="it has learned positions"),
+    "qwen2_5_vl_text": _THREE_AXES,
+    "qwen2_vl_text": _THREE_AXES,
+    "qwen3_5_moe_text": replace(_THREE_AXES, others="linear-attention"),
+    "qwen3_5_text": replace(_THREE_AXES, others="linear-attention"),
+    "qwen3_vl_moe_text": _THREE_AXES,
+    "qwen3_vl_text": _THREE_AXES,
 }
 
 
