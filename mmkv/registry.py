@@ -32,8 +32,7 @@ log = logging.getLogger(__name__)
 P = TypeVar("P", bound=type[Policy])
 # Entry points of policies, and of parts.
 _GROUPS = ("mmkv.policies", "mmkv.parts")
-_policies: dict[str, type[Policy]] = {}
-_aliases: dict[str, str] = {}
+_policies: dict[str, type[Policy]] = {}  # by name and alias
 # Hashes of the plugin files that were loaded, by path.
 plugins: dict[str, str] = {}
 # Entry points that were skipped, by name: the distribution, and why.
@@ -61,8 +60,7 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
             if registered_class is not None and path_of(registered_class) != path_of(cls):
                 raise ValueError(f"policy name {key!r} is taken by {path_of(registered_class)}")
         cls.name, cls.aliases = name, aliases
-        _policies[name] = cls
-        _aliases.update(dict.fromkeys(aliases, name))
+        _policies.update(dict.fromkeys((name, *aliases), cls))
         return cls
 
     return register
@@ -71,7 +69,7 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
 def list_policies() -> list[str]:
     """Return the names of all registered policies, sorted, without aliases."""
     _load_all()
-    return sorted(_policies)
+    return sorted({cls.name for cls in _policies.values()})
 
 
 def policy_class(name: str) -> type[Policy]:
@@ -89,7 +87,7 @@ def policy_class(name: str) -> type[Policy]:
             raise ValueError(
                 f"policy {skipped!r} of {where} could not be loaded: {_reason(error)}"
             ) from error
-    raise ValueError(_unknown("policy", name, [*sorted(_policies), *sorted(_aliases)]))
+    raise ValueError(_unknown("policy", name, sorted(_policies)))
 
 
 def get_policy(name: str, **options: Any) -> Policy:
@@ -159,10 +157,7 @@ def _key(name: str) -> str:
 
 
 def _find(name: str) -> type[Policy] | None:
-    for spelled in (*_policies, *_aliases):
-        if _key(spelled) == _key(name):
-            return _policies[_aliases.get(spelled, spelled)]
-    return None
+    return next((cls for spelled, cls in _policies.items() if _key(spelled) == _key(name)), None)
 
 
 def _is_builtin(cls: type) -> bool:
@@ -193,7 +188,7 @@ def _load_all() -> None:
 @contextmanager
 def _all_or_nothing() -> Generator[None]:
     """Undo the registrations of this block if it fails."""
-    saved: list[Any] = [(x, dict(x)) for x in (_policies, _aliases, registered)]
+    saved: list[Any] = [(x, dict(x)) for x in (_policies, registered)]
     try:
         yield
     except BaseException:
@@ -245,7 +240,7 @@ def _load(entry: EntryPoint) -> None:
         raise TypeError(f"{entry.value} is not a subclass of mmkv.Policy")
     cls()  # checks its defaults, which every list of policies shows
     if cls in _policies.values() and _find(entry.name) is None:
-        _aliases[entry.name] = cls.name
+        _policies[entry.name] = cls
     elif _find(entry.name) is not cls:
         register_policy(entry.name)(cls)
 

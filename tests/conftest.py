@@ -48,7 +48,7 @@ def told_of_equal_heads() -> None:
 def registering() -> Iterator[None]:
     """What a test registers is forgotten after it."""
     registry.list_policies()  # now all others are known
-    before = [(x, dict(x)) for x in (registry._policies, registry._aliases, parts.registered)]
+    before = [(x, dict(x)) for x in (registry._policies, parts.registered)]
     before.append((registry.plugins, dict(registry.plugins)))
     yield
     for known, old in before:
