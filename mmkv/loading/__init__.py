@@ -57,16 +57,16 @@ def quiet(*, bars: bool = False) -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def make_once(folder: Path, digest: str, make: Callable[[Path], None], name: str) -> Path | None:
+def make_once(folder: Path, make: Callable[[Path], None], name: str) -> Path | None:
     """Return the folder that `make` fills, made if it is missing or damaged; None if not writable.
 
-    Of several processes one makes it, and the others wait. `digest` identifies the source that it
-    is made from; `name` is the model's, for messages.
+    Of several processes one makes it, and the others wait. The folder's name is a digest of the
+    source that it is made from; `name` is the model's, for messages.
     """
     from filelock import FileLock
     from safetensors import SafetensorError
 
-    if is_sound(folder, digest):
+    if is_sound(folder):
         return folder
     root, partial = folder.parent, folder.with_name(f"{folder.name}.part")
     if sys.stderr.isatty():
@@ -74,7 +74,7 @@ def make_once(folder: Path, digest: str, make: Callable[[Path], None], name: str
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{folder.name}.lock"):
-            if not is_sound(folder, digest):
+            if not is_sound(folder):
                 # These are damaged, or were left by a process that was killed.
                 for leftover in filter(Path.exists, (folder, partial)):
                     shutil.rmtree(leftover)
@@ -82,7 +82,7 @@ def make_once(folder: Path, digest: str, make: Callable[[Path], None], name: str
                 try:
                     make(partial)
                     files = {file.name: _fingerprint(file) for file in sorted(partial.iterdir())}
-                    record = {"format": _FORMAT, "gguf": digest, "files": files}
+                    record = {"format": _FORMAT, "files": files}
                     (partial / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
                     partial.rename(folder)
                 finally:
@@ -94,11 +94,11 @@ def make_once(folder: Path, digest: str, make: Callable[[Path], None], name: str
     return folder
 
 
-def is_sound(folder: Path, digest: str) -> bool:
+def is_sound(folder: Path) -> bool:
     """Return whether a conversion is complete and unchanged."""
     try:
         record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-        return (record["format"], record["gguf"]) == (_FORMAT, digest) and all(
+        return record["format"] == _FORMAT and all(
             _fingerprint(folder / name) == stored for name, stored in record["files"].items()
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -74,13 +74,11 @@ def converted(path: Path, *, make: bool = True) -> Path | None:
         file.seek(0)
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     folder = cache_folder() / "gguf" / digest
-    if is_sound(folder, digest):
+    if is_sound(folder):
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"{path} needs the package gguf: pip install 'mmkv[gguf]'")
-    if not make:
-        return None
-    return make_once(folder, digest, partial(_convert, path), path.name)
+    return make_once(folder, partial(_convert, path), path.name) if make else None
 
 
 def _convert(path: Path, folder: Path) -> None:

@@ -140,7 +140,7 @@ def assembled(load: Callable[[], tuple[Any, Any]], source: str) -> Path:
             processor.save_pretrained(folder)
 
     root = cache_folder() / "smollm2-vision"
-    if (folder := make_once(root / digest, digest, make, "smollm2-vision")) is None:
+    if (folder := make_once(root / digest, make, "smollm2-vision")) is None:
         raise ValueError(
             f"smollm2-vision is put together in {root}, which cannot be written: MMKV_CACHE names "
             "another folder"
