@@ -129,7 +129,6 @@ def load(
 
 
 def _read_header(text: str | None) -> dict[str, Any]:
-    """Parse and check the header of a file."""
     if text is None:
         raise ValueError("it holds no context")
     try:
@@ -186,24 +185,22 @@ def _restored(
     attachment: Attachment, header: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[CompressedCache, dict[str, Tensor]]:
     """Return the cache and inputs of a context from the header and tensors of a file."""
-    model, parts = attachment.model, attachment.parts
+    model: Any = attachment.model
+    parts, device = attachment.parts, model.device
     cache = CompressedCache(parts.config, attachment.plan)
-    device: torch.device = model.device  # type: ignore[assignment]
-    inputs = _inputs(attachment, tensors)
-    ids, L = inputs["input_ids"], len(cache.compressed)
-    B, T = ids.shape
-    images = torch.tensor(parts.image_token_ids, dtype=ids.dtype)
+    inputs, pictured = _inputs(attachment, tensors)
+    (B, T), L = pictured.shape, len(cache.compressed)
     prompt = TokenMasks.of(
         cache.plan.policy,
         inputs["attention_mask"].bool(),
-        torch.isin(ids, images) if len(images) else None,
+        pictured if parts.image_token_ids else None,
         budget=cache.plan.budget,
         n_layers=L,
     )
     prompt.check_ends()
     _check_sizes(header, cache.plan, L, prompt.lengths)
     cache.plan = replace(cache.plan, task=header["task"], learned=tuple(header["learned"]) or None)
-    dtypes: tuple[torch.dtype, ...] = (model.dtype,)  # type: ignore[assignment]
+    dtypes: tuple[torch.dtype, ...] = (model.dtype,)
     if torch.is_autocast_enabled(device.type):
         dtypes += (torch.get_autocast_dtype(device.type),)
     for i, layer, sizes in zip(cache.ordinal, cache.compressed, header["sizes"], strict=True):
@@ -250,8 +247,9 @@ def _check_sizes(
         raise _wrong(header, "task", "learned")
 
 
-def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Check and return the inputs per token and per picture, removed from `tensors`."""
+def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """Check and return the inputs per token and picture, removed from `tensors`; and bool [B, T],
+    True for the tokens of pictures."""
     model: Any = attachment.model
     images = attachment.parts.image_token_ids
     names = {x.removeprefix("inputs.") for x in tensors if x.startswith("inputs.")}
@@ -282,7 +280,7 @@ def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> dict[str, Ten
         except Exception as error:  # models raise errors of every type for wrong grids
             why = " ".join(str(error).split())
             raise ValueError(f"its grids are not those of its pictures: {why}") from None
-    return inputs
+    return inputs, pictured
 
 
 def _pairs(
@@ -368,7 +366,6 @@ def _pop(tensors: dict[str, Tensor], start: str, specs: dict[str, _Spec]) -> dic
 
 
 def _sliding_layers(cache: CompressedCache) -> dict[int, DynamicSlidingWindowLayer]:
-    """Return the sliding-window layers by their index."""
     layers = enumerate(cache.layers)
     return {i: x for i, x in layers if isinstance(x, DynamicSlidingWindowLayer)}
 

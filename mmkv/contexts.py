@@ -320,5 +320,5 @@ def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
 
 def _turn_inputs(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the inputs that later turns need too: those per token, and grids of pictures."""
-    names = inputs.keys() & {*TOKENWISE, *GRIDS}
+    names = {*TOKENWISE, *GRIDS}
     return {k: x for k, x in inputs.items() if k in names and isinstance(x, Tensor)}
