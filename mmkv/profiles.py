@@ -176,12 +176,12 @@ def beside(model: Any, file: str = FILE) -> Path | None:
     return path if folder and path.is_file() else None
 
 
-def own(model: Any, file: str = FILE) -> Profile | None:
+def own(model: Any, file: str) -> Profile | None:
     """Return the profile `file` from a model's folder, or None if missing or of another shape."""
-    path = beside(model, file)
-    profile = None if path is None else Profile.load(path)
-    fits = profile is not None and profile.model == adapters.shape(model.get_decoder().config)
-    return profile if fits else None
+    if (path := beside(model, file)) is None:
+        return None
+    profile = Profile.load(path)
+    return profile if profile.model == adapters.shape(model.get_decoder().config) else None
 
 
 @contextmanager
