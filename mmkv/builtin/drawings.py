@@ -11,17 +11,26 @@ import math
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
 from mmkv.builtin import scenes
-from mmkv.builtin.scenes import PLACES, Question, Split, count_of, of_split, plural
+from mmkv.builtin.scenes import (
+    PLACES,
+    Kind,
+    Object,
+    Question,
+    Scene,
+    Split,
+    count_of,
+    of_split,
+    plural,
+    tinted,
+)
 from mmkv.loading.smollm2_vision import ORDINALS
 
-Kind = Literal["shape", "word", "number"]
 Point = tuple[float, float]
 
 _BASE = list(scenes.COLORS.items())
@@ -46,51 +55,6 @@ _WORDS = (
 WORDS = tuple(_WORDS.split())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Object:
-    """One thing in a cell: a shape, or a printed word or number, which has no `size`.
-
-    Its `name` is the shape's, the word, or the digits; `dx`, `dy` and `extent` are fractions of a
-    grid cell; `tint` is added to the colour.
-    """
-
-    kind: Kind
-    name: str
-    color: str
-    place: str
-    size: str = ""
-    dx: float = 0.0
-    dy: float = 0.0
-    extent: float = 0.7
-    tint: tuple[int, int, int] = (0, 0, 0)
-
-    @property
-    def phrase(self) -> str:
-        """Noun phrase without an article: "large red circle", 'word "apple" in red'."""
-        if self.kind == "shape":
-            return f"{self.size} {self.color} {self.name}"
-        name = f'"{self.name}"' if self.kind == "word" else self.name
-        return f"{self.kind} {name} in {self.color}"
-
-    @property
-    def short(self) -> str:
-        """Short name: "red circle", 'word "apple"'."""
-        return f"{self.color} {self.name}" if self.kind == "shape" else self.phrase.split(" in ")[0]
-
-    @property
-    def row_column(self) -> tuple[int, int]:
-        """Row and column of the cell, from 0."""
-        return divmod(PLACES.index(self.place), 3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scene:
-    """Things in reading order, at most one in a cell, on a plain background."""
-
-    objects: tuple[Object, ...]
-    background: tuple[int, int, int] = (185, 185, 185)
-
-
 def make_scene(
     seed: int, split: Split = "heldout", count: int | None = None, printed: int | None = None
 ) -> Scene:
@@ -99,7 +63,7 @@ def make_scene(
     `printed` of them are words or numbers, by default at most one of each.
     """
     rng = random.Random(f"drawing:{split}:{seed}:{count}:{printed}")
-    return of_split(split, count, rng, lambda n: _random_scene(rng, n, printed), _content)
+    return of_split(split, count, rng, lambda n: _random_scene(rng, n, printed))
 
 
 def _random_scene(rng: random.Random, count: int, printed: int | None) -> Scene:
@@ -119,9 +83,7 @@ def _random_scene(rng: random.Random, count: int, printed: int | None) -> Scene:
         while thing.short in [x.short for x in things]:
             thing = _random_thing(rng, kind, PLACES[place])
         things.append(thing)
-    grey = rng.randint(140, 205)
-    background = tuple(grey + rng.randint(-12, 12) for _ in range(3))
-    return Scene(objects=tuple(things), background=background)  # type: ignore[arg-type]
+    return Scene(objects=tuple(things), background=tinted(rng, rng.randint(140, 205)))
 
 
 def _random_thing(rng: random.Random, kind: Kind, place: str) -> Object:
@@ -140,12 +102,8 @@ def _random_thing(rng: random.Random, kind: Kind, place: str) -> Object:
         dx=rng.uniform(-shift, shift),
         dy=rng.uniform(-shift, shift),
         extent=extent,
-        tint=(rng.randint(-12, 12), rng.randint(-12, 12), rng.randint(-12, 12)),
+        tint=tinted(rng),
     )
-
-
-def _content(scene: Scene) -> str:
-    return ";".join(f"{x.phrase} {x.place}" for x in scene.objects)
 
 
 def draw(scene: Scene, size: int = 384) -> Image.Image:
@@ -235,14 +193,9 @@ _SENTENCE = re.compile(
 )
 
 
-def _sentence(thing: Object) -> str:
-    article = "A" if thing.kind == "shape" else "The"
-    return f"{article} {thing.phrase} is at the {thing.place}."
-
-
 def describe(scene: Scene) -> str:
     """Return the full description: a sentence for each thing, in reading order."""
-    return " ".join(map(_sentence, scene.objects))
+    return " ".join(thing.sentence for thing in scene.objects)
 
 
 def score_description(text: str, scene: Scene) -> tuple[int, int]:
@@ -250,7 +203,7 @@ def score_description(text: str, scene: Scene) -> tuple[int, int]:
 
     The number is that of the claims if `text` claims more things than there are.
     """
-    truth = {_sentence(thing).lower().rstrip(".") for thing in scene.objects}
+    truth = {thing.sentence.lower().rstrip(".") for thing in scene.objects}
     claims = {claim.lower() for claim in _SENTENCE.findall(text)}
     return len(truth & claims), max(len(truth), len(claims))
 
@@ -282,12 +235,12 @@ def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
     if kind == "read":
         thing = rng.choice(printed)
         request = rng.choice((f"Which {thing.kind} is printed", f"What is the {thing.kind}"))
-        text, answer = f"{request} {inside}?", _sentence(thing).replace(f" in {thing.color}", "")
+        text, answer = f"{request} {inside}?", thing.sentence.replace(f" in {thing.color}", "")
     elif kind == "at":
         place = rng.choice(PLACES) if rng.random() < 0.25 else thing.place
         at_place = [x for x in scene.objects if x.place == place]
         text = f"What is at the {place} of {which}?"
-        answer = _sentence(at_place[0]) if at_place else f"Nothing is at the {place}."
+        answer = at_place[0].sentence if at_place else f"Nothing is at the {place}."
     elif kind == "count":
         text, answer = f"How many things are {inside}?", count_of(len(scene.objects), "thing")
     elif kind == "shapes":

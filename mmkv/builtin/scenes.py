@@ -12,12 +12,12 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 from PIL import Image, ImageDraw
 
+Kind = Literal["shape", "word", "number"]
 Split = Literal["train", "heldout"]
-S = TypeVar("S")
 
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (215, 40, 40),
@@ -43,20 +43,53 @@ _SENTENCE = re.compile(rf"({'|'.join(COLORS)}) ({'|'.join(SHAPES)}) is at the ({
 
 @dataclass(frozen=True, kw_only=True)
 class Object:
-    """One coloured shape; `dx`, `dy`, `size` are fractions of a grid cell."""
+    """One thing in a cell: a shape, or a printed word or number.
 
+    Its `name` is the shape's, the word, or the digits; `size` is how a shape's size is called, ""
+    where all are alike; `dx`, `dy` and `extent` are fractions of a grid cell; `tint` is added to
+    the colour.
+    """
+
+    kind: Kind = "shape"
+    name: str
     color: str
-    shape: str
     place: str
+    size: str = ""
     dx: float = 0.0
     dy: float = 0.0
-    size: float = 0.7
+    extent: float = 0.7
     tint: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def phrase(self) -> str:
+        """Noun phrase without an article: "large red circle", 'word "apple" in red'."""
+        if self.kind == "shape":
+            return f"{self.size} {self.color} {self.name}".lstrip()
+        name = f'"{self.name}"' if self.kind == "word" else self.name
+        return f"{self.kind} {name} in {self.color}"
+
+    @property
+    def short(self) -> str:
+        """Short name: "red circle", 'word "apple"'."""
+        return f"{self.color} {self.name}" if self.kind == "shape" else self.phrase.split(" in ")[0]
+
+    @property
+    def sentence(self) -> str:
+        """Sentence that tells its place: "A large red circle is at the top left."."""
+        article = "A" if self.kind == "shape" else "The"
+        if self.phrase[0] in "aeiou":
+            article = "An"
+        return f"{article} {self.phrase} is at the {self.place}."
+
+    @property
+    def row_column(self) -> tuple[int, int]:
+        """Row and column of the cell, from 0."""
+        return divmod(PLACES.index(self.place), 3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Objects in reading order, at most one in a cell, on a plain background."""
+    """Things in reading order, at most one in a cell, on a plain background."""
 
     objects: tuple[Object, ...]
     background: tuple[int, int, int] = (185, 185, 185)
@@ -73,16 +106,12 @@ class Question:
 def make_scene(seed: int, split: Split = "heldout", count: int | None = None) -> Scene:
     """Return scene number `seed` of a split, with `count` (else 2 to 6) objects."""
     rng = random.Random(f"scene:{split}:{seed}:{count}")
-    return of_split(split, count, rng, lambda n: _random_scene(rng, n), _content)
+    return of_split(split, count, rng, lambda n: _random_scene(rng, n))
 
 
 def of_split(
-    split: Split,
-    count: int | None,
-    rng: random.Random,
-    make: Callable[[int], S],
-    content: Callable[[S], str],
-) -> S:
+    split: Split, count: int | None, rng: random.Random, make: Callable[[int], Scene]
+) -> Scene:
     """Make scenes of `count` (else 2 to 6) objects; return the first one of the split."""
     if count is not None and not 1 <= count <= len(PLACES):
         raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
@@ -90,7 +119,7 @@ def of_split(
         raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
     while True:
         scene = make(count if count is not None else rng.randint(2, 6))
-        if belongs(content(scene), split):
+        if belongs(";".join(f"{x.phrase} {x.place}" for x in scene.objects), split):
             return scene
 
 
@@ -105,22 +134,25 @@ def _random_scene(rng: random.Random, count: int) -> Scene:
     objects = tuple(
         Object(
             color=color,
-            shape=shape,
+            name=shape,
             place=PLACES[place],
             dx=rng.uniform(-0.12, 0.12),
             dy=rng.uniform(-0.12, 0.12),
-            size=rng.uniform(0.58, 0.82),
-            tint=(rng.randint(-12, 12), rng.randint(-12, 12), rng.randint(-12, 12)),
+            extent=rng.uniform(0.58, 0.82),
+            tint=tinted(rng),
         )
         for (color, shape), place in zip(kinds, places, strict=True)
     )
-    grey = rng.randint(150, 205)
-    background = tuple(grey + rng.randint(-12, 12) for _ in range(3))
-    return Scene(objects=objects, background=background)  # type: ignore[arg-type]
+    return Scene(objects=objects, background=tinted(rng, rng.randint(150, 205)))
 
 
-def _content(scene: Scene) -> str:
-    return ";".join(f"{o.color} {o.shape} {o.place}" for o in scene.objects)
+def tinted(rng: random.Random, grey: int = 0) -> tuple[int, int, int]:
+    """Return a grey with a slight random tint."""
+    return (
+        grey + rng.randint(-12, 12),
+        grey + rng.randint(-12, 12),
+        grey + rng.randint(-12, 12),
+    )
 
 
 def draw(scene: Scene, size: int = 384) -> Image.Image:
@@ -129,11 +161,11 @@ def draw(scene: Scene, size: int = 384) -> Image.Image:
     canvas = ImageDraw.Draw(image)
     cell = size / 3
     for item in scene.objects:
-        row, column = divmod(PLACES.index(item.place), 3)
+        row, column = item.row_column
         x, y = (column + 0.5 + item.dx) * cell, (row + 0.5 + item.dy) * cell
         base = COLORS[item.color]
         fill = tuple(min(255, max(0, c + t)) for c, t in zip(base, item.tint, strict=True))
-        _draw_shape(canvas, item.shape, x, y, item.size * cell / 2, fill)
+        _draw_shape(canvas, item.name, x, y, item.extent * cell / 2, fill)
     return image
 
 
@@ -160,11 +192,6 @@ def _draw_shape(
         canvas.ellipse((x - r, y - r, x + r, y + r), outline=fill, width=max(1, round(0.38 * r)))
 
 
-def _sentence(item: Object) -> str:
-    article = "An" if item.color[0] in "aeiou" else "A"
-    return f"{article} {item.color} {item.shape} is at the {item.place}."
-
-
 def count_of(number: int, noun: str) -> str:
     """Return the number in a sentence: "There are two objects in the picture."."""
     amount = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {plural(noun)}"
@@ -178,7 +205,7 @@ def plural(noun: str) -> str:
 
 def describe(scene: Scene) -> str:
     """Return the full description: the number of objects, then a sentence for each."""
-    return " ".join([count_of(len(scene.objects), "object"), *map(_sentence, scene.objects)])
+    return " ".join([count_of(len(scene.objects), "object"), *(x.sentence for x in scene.objects)])
 
 
 def score_description(text: str, scene: Scene) -> tuple[int, int]:
@@ -186,7 +213,7 @@ def score_description(text: str, scene: Scene) -> tuple[int, int]:
 
     The number is that of the claims if `text` claims more objects than there are.
     """
-    truth = {(o.color, o.shape, o.place) for o in scene.objects}
+    truth = {(o.color, o.name, o.place) for o in scene.objects}
     claims = set(_SENTENCE.findall(text))
     return len(truth & claims), max(len(truth), len(claims))
 
@@ -211,23 +238,22 @@ def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
         place = rng.choice(PLACES) if rng.random() < 0.25 else item.place
         at_place = [o for o in scene.objects if o.place == place]
         text = f"What is at the {place}{of_it}?"
-        answer = _sentence(at_place[0]) if at_place else f"Nothing is at the {place}."
+        answer = at_place[0].sentence if at_place else f"Nothing is at the {place}."
     elif kind == "where":
-        name = f"{item.color} {item.shape}"
-        text = f"Where is the {name}{f' {inside}' if several else ''}?"
-        answer = f"The {name} is at the {item.place}."
+        text = f"Where is the {item.short}{f' {inside}' if several else ''}?"
+        answer = f"The {item.short} is at the {item.place}."
     elif kind == "count":
         text = f"How many objects are {inside}?"
         answer = count_of(len(scene.objects), "object")
     elif kind == "shapes":
-        shape = rng.choice((item.shape, rng.choice(SHAPES)))
+        shape = rng.choice((item.name, rng.choice(SHAPES)))
         text = f"How many {plural(shape)} are {inside}?"
-        answer = count_of(sum(o.shape == shape for o in scene.objects), shape)
+        answer = count_of(sum(o.name == shape for o in scene.objects), shape)
     elif kind == "colors":
         color = rng.choice((item.color, rng.choice(tuple(COLORS))))
         text = f"How many {color} objects are {inside}?"
         answer = count_of(sum(o.color == color for o in scene.objects), f"{color} object")
     else:
-        text = f"What color is the {item.shape} at the {item.place}{of_it}?"
-        answer = f"The {item.shape} is {item.color}."
+        text = f"What color is the {item.name} at the {item.place}{of_it}?"
+        answer = f"The {item.name} is {item.color}."
     return Question(text=text, answer=answer)

@@ -14,9 +14,9 @@ from mmkv.builtin.training.evaluate import encode
 
 SCENE = scenes.Scene(
     objects=(
-        scenes.Object(color="red", shape="circle", place="top left"),
-        scenes.Object(color="orange", shape="star", place="center"),
-        scenes.Object(color="blue", shape="cross", place="bottom center"),
+        scenes.Object(color="red", name="circle", place="top left"),
+        scenes.Object(color="orange", name="star", place="center"),
+        scenes.Object(color="blue", name="cross", place="bottom center"),
     )
 )
 
@@ -37,7 +37,7 @@ def processor(builtin):
 def test_no_heldout_scene_is_a_training_scene():
     content = {
         split: {
-            tuple((o.color, o.shape, o.place) for o in scenes.make_scene(i, split, 2).objects)
+            tuple((o.color, o.name, o.place) for o in scenes.make_scene(i, split, 2).objects)
             for i in range(2000)
         }
         for split in ("train", "heldout")
@@ -50,7 +50,7 @@ def test_a_scene_holds_distinct_objects_in_distinct_places_in_reading_order():
         objects = scenes.make_scene(seed).objects
         places = [scenes.PLACES.index(o.place) for o in objects]
         assert places == sorted(set(places))
-        assert len({(o.color, o.shape) for o in objects}) == len(objects)
+        assert len({(o.color, o.name) for o in objects}) == len(objects)
         assert 2 <= len(objects) <= 6
 
 

@@ -260,7 +260,7 @@ class TestCommands:
         scene = scenes.make_scene(1, count=4)
         (item,) = [x for x in scene.objects if x.place in data["question"]]
         for side in ("full", "compressed"):
-            assert data[side]["answer"] == f"A {item.color} {item.shape} is at the {item.place}."
+            assert data[side]["answer"] == f"A {item.color} {item.name} is at the {item.place}."
 
     @pytest.mark.slow
     def test_make_run_shows_the_same_answer_with_a_fifth(self, capsys, monkeypatch, tmp_path):
