@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,7 +29,7 @@ def words(text: str) -> int:
 class Request:
     """The selection of a suite's samples that a user wants."""
 
-    data: Path | None = None  # None: the built-in data
+    data: Path  # a file or folder, or a word that stands for other data, such as "stdlib"
     limit: int | None = None  # number of samples; the tasks of a suite take turns
     tasks: list[str] | None = None
     image_folder: Path | None = None  # None: `images` beside the data file, else its folder
@@ -45,20 +45,21 @@ class Request:
         return list(dict.fromkeys(self.tasks or names))
 
     def in_turns(
-        self, tasks: Sequence[str], each: int, make: Callable[[str, int], list[Sample]]
-    ) -> list[Sample]:
-        """Return `make`'s samples for the first `each` numbers of every task; tasks take turns."""
+        self, known: Iterable[str], each: int, make: Callable[[str, int], list[Sample]]
+    ) -> Iterator[Sample]:
+        """Yield `make`'s samples for the first `each` numbers, or as many as the limit needs, of
+        every requested task; tasks take turns."""
+        tasks = self.chosen(known)
         if self.limit is not None:
             each = -(-self.limit // len(tasks))
-        groups = [[s for number in range(each) for s in make(task, number)] for task in tasks]
-        return interleave(groups)[: self.limit]
+        return interleave([s for n in range(each) for s in make(task, n)] for task in tasks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One prompt of a suite, with the settings to run and to score it."""
 
-    id: str
+    id: str = ""
     suite: str = ""  # its name, which `load_suite` sets
     task: str = ""  # the LongBench dataset or kind of task, else the suite's name
     prompt: str  # without placeholders for images
@@ -74,6 +75,12 @@ class Sample:
     truncate: bool = False  # whether a prompt beyond the model's length is cut in its middle
     first_line: bool = False  # whether only the first line of the output is scored
     note: str = ""  # why its figures do not compare with published ones; "": they do
+
+    @classmethod
+    def about(cls, text: str, question: str, answers: tuple[str, ...], **others: Any) -> Sample:
+        """Return a sample that asks about a text; a reply has 8 tokens unless `others` say more."""
+        fields: dict[str, Any] = {"max_new_tokens": 8, "answers": answers, **others}
+        return cls(prompt=text + question, question=question, **fields)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -100,10 +107,21 @@ class Sample:
         return (self.prompt.removesuffix(self.asked), *pictures) if self.asked else (self.id,)
 
 
-def qa_fields(text: str, question: str, answers: tuple[str, ...], **others: Any) -> dict[str, Any]:
-    """Return the fields of a sample that asks about a text; `others` take precedence."""
-    fields: dict[str, Any] = {"prompt": text + question, "question": question, "answers": answers}
-    return fields | {"max_new_tokens": 8} | others
+@dataclass(frozen=True)
+class Suite:
+    """A suite's loaders of published and of built-in data, and the options that it supports."""
+
+    load: Callable[[Request], Iterable[Sample]]
+    builtin: Callable[[Request], Iterable[Sample]] | None = None
+    size: int | None = None  # number of built-in samples; None: those that there are
+    note: str = ""  # why figures on published data do not compare with published ones
+    metric: str | None = None  # of every sample; None: each has its own, or none
+    has_tasks: bool = False
+    has_length: bool = False  # `length` may set the tokens of a prompt
+    has_questions: bool = False  # `questions` may be more than one on each context
+    wants: str = ""  # description of `data`, for a suite without built-in data
+    reads_stdlib: bool = False
+    draws: bool = False  # `data` may be "drawings", scenes that mmkv draws
 
 
 def _picture_digest(image: Any) -> str:
@@ -124,7 +142,7 @@ def read_image(path: str | Path, *, decode: bool = True) -> Image.Image:
         raise DataError(f"{path}: picture: {error}") from error
 
 
-def interleave(groups: Sequence[Sequence[T]]) -> list[T]:
-    """Return the first item of every group, then the second of each, so that a limit is fair."""
+def interleave(groups: Iterable[Iterable[T]]) -> Iterator[T]:
+    """Yield the first item of every group, then the second of each, so that a limit is fair."""
     turns = itertools.zip_longest(*groups)
-    return [item for turn in turns for item in turn if item is not None]
+    return (item for turn in turns for item in turn if item is not None)

@@ -10,11 +10,10 @@ import bisect
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from mmkv.eval.samples import DataError, Request, Sample
+from mmkv.eval.samples import DataError, Request, Sample, Suite
 from mmkv.eval.suites import files
 
 LENGTH = 1024  # tokens of a prompt and its continuation
@@ -26,24 +25,20 @@ _TESTS = {"test", "tests", "idle_test", "site-packages"}
 NOTE = "texts are this machine's own"
 
 
-def load(request: Request) -> list[Sample]:
-    """Return a sample of each text that is long enough, cut between two words of one line."""
-    assert request.data is not None
-    length, samples = request.length or LENGTH, []
+def load(request: Request) -> Iterator[Sample]:
+    """Yield a sample of each text that is long enough, cut between two words of one line."""
+    length, any_text = request.length or LENGTH, False
     stdlib = files.stands_for(request.data, files.STDLIB)
     paths = library() if stdlib else files.text_files(request.data, *SUFFIXES)
     for name, path in paths.items():
-        if request.limit is not None and len(samples) == request.limit:
-            break
         text = files.read_text(path)[: _MOST_LETTERS * length]
         context_end, start, end = cuts(text, request.count, [x * length for x in _SHARES])
         if end is not None:
-            question, answer = text[context_end:start], text[start:end].strip()
-            fields: Any = {"chat": False, "max_new_tokens": 64, "note": NOTE, "answers": (answer,)}
-            samples.append(Sample(id=name, prompt=text[:start], question=question, **fields))
-    if not samples:
+            any_text = True
+            parts = text[:context_end], text[context_end:start], (text[start:end].strip(),)
+            yield Sample.about(*parts, id=name, chat=False, max_new_tokens=64)
+    if not any_text:
         raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
-    return samples
 
 
 def library() -> dict[str, Path]:
@@ -66,3 +61,6 @@ def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> lis
     places = [match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text)]
     firsts = [bisect.bisect_left(places, n, key=lambda end: count(text[:end])) for n in tokens]
     return [places[i] if i < len(places) else None for i in firsts]
+
+
+SUITE = Suite(load, note=NOTE, has_length=True, wants="a folder, or stdlib", reads_stdlib=True)

@@ -7,30 +7,24 @@ that PrefixKV reports perplexity and ROUGE on (arXiv 2412.03409). Built-in data 
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from mmkv.builtin import drawings, scenes
-from mmkv.eval.samples import Request, Sample
+from mmkv.eval.samples import Request, Sample, Suite
 from mmkv.eval.suites import files
 
 IMAGE_MARK = "<image>"
-BUILTIN_SIZE = 50
-BUILTIN_NOTE = "the data is built in, drawn and composed by the package"
 
 
-def load(request: Request) -> list[Sample]:
-    """Return the built-in samples, those of drawings, or those of a published file."""
-    drawn = files.stands_for(request.data, files.DRAWINGS)
-    if request.data is None or drawn:
-        return builtin(request.limit or BUILTIN_SIZE, drawn=drawn)
-    entries, folder = files.read_entries(request)
-    samples: list[Sample] = []
-    for name, entry in entries:
+def load(request: Request) -> Iterator[Sample]:
+    """Yield the samples of a published file."""
+    for name, entry, folder in files.read_entries(request):
         question, answer = _turns(entry)
         fields: Any = {"images": (entry.image("image", folder),), "max_new_tokens": 512}
-        samples.append(Sample(id=name, prompt=question, answers=(answer,), **fields))
-    return samples
+        yield Sample(id=name, prompt=question, answers=(answer,), **fields)
 
 
 def _turns(entry: files.Entry) -> tuple[str, str]:
@@ -53,15 +47,17 @@ def _turns(entry: files.Entry) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def builtin(size: int, *, drawn: bool = False) -> list[Sample]:
-    """Return samples of held-out scenes or `drawings`, each with its description as reference."""
+def builtin(request: Request) -> Iterator[Sample]:
+    """Yield samples of held-out scenes or `drawings`, each with its description as reference."""
+    drawn = files.stands_for(request.data, files.DRAWINGS)
     source: Any = drawings if drawn else scenes
-    samples: list[Sample] = []
-    for seed in range(size):
+    for seed in itertools.count():
         scene, rng = source.make_scene(seed), random.Random(f"description:{seed}")
+        question = source.describe_question("the picture", rng)
         fields: Any = {"images": (source.draw(scene),), "answers": (source.describe(scene),)}
-        fields |= {"tags": (f"objects={len(scene.objects)}",), "note": BUILTIN_NOTE}
-        fields |= {"prompt": source.describe_question("the picture", rng)}
+        fields |= {"tags": (f"objects={len(scene.objects)}",)}
         fields |= {"max_new_tokens": 160 if drawn else 96}
-        samples.append(Sample(id=f"scene-{seed}", **fields))
-    return samples
+        yield Sample(id=f"scene-{seed}", prompt=question, **fields)
+
+
+SUITE = Suite(load, builtin, 50, draws=True)

@@ -11,11 +11,12 @@ import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmkv.eval.samples import DataError, Request, Sample, interleave, qa_fields
+from mmkv.eval.samples import DataError, Request, Sample, Suite, interleave
 from mmkv.eval.suites import files
 from mmkv.eval.suites.continuation import cuts
 from mmkv.eval.suites.needle import DEPTHS
@@ -39,13 +40,12 @@ _SENTENCE_END = re.compile(r"(?<=[a-z]{3})[.!?][\"'”’)]*(?=\s+\W?[A-Z]|\s*$)
 _LETTERS = 6  # per token, more than in prose: keeps an excerpt's start far from the end
 
 
-def load(request: Request) -> list[Sample]:
+def load(request: Request) -> Iterator[Sample]:
     """Return samples of every task, or of `request.tasks`; tasks and folders take turns.
 
     No two tasks use the same document while there are enough.
     """
-    assert request.data is not None
-    tasks, order, count = request.chosen(TASKS), list(TASKS), request.count
+    order, count = list(TASKS), request.count
     documents = texts_of(request.data, (request.length or LENGTH) + FOLLOWS, count)
 
     def make(name: str, n: int) -> list[Sample]:
@@ -53,7 +53,7 @@ def load(request: Request) -> list[Sample]:
         document = documents[(EACH * order.index(name) + n) % len(documents)]
         return [_sample(name, n, size, count, *document)]
 
-    return request.in_turns(tasks, EACH, make)
+    return request.in_turns(TASKS, EACH, make)
 
 
 def texts_of(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple[str, str]]:
@@ -69,7 +69,7 @@ def texts_of(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple
     if not folders:
         wanted = f"no .txt file of {tokens} tokens or more"
         raise DataError(f"{data}: {wanted}; python -m mmkv.eval.corpus FOLDER writes some")
-    return interleave([folders[folder] for folder in sorted(folders)])
+    return list(interleave(folders[folder] for folder in sorted(folders)))
 
 
 def _sample(
@@ -82,34 +82,35 @@ def _sample(
     start = rng.choice([0, *starts])
     text = text[start : start + 2 * _LETTERS * tokens]
     start, end = (place or len(text) for place in cuts(text, count, (size, tokens)))
-    fields = TASKS[task](text[:start], text[start:end].strip(), number, rng)
+    sample = TASKS[task](text[:start], text[start:end].strip(), number, rng)
     folder = name.rpartition("/")[0]
-    fields["tags"] = (*((f"folder={folder}",) if folder else ()), *fields.get("tags", ()))
-    return Sample(id=f"{task}-{number}/{name}", task=task, note=NOTE, **fields)
+    tags = (*((f"folder={folder}",) if folder else ()), *sample.tags)
+    return replace(sample, id=f"{task}-{number}/{name}", task=task, tags=tags)
 
 
-def _text(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
-    """Return fields for continuing a text; its last eighth is the question that may be hidden."""
+def _text(excerpt: str, rest: str, number: int, rng: random.Random) -> Sample:
+    """Return a sample for continuing a text; its last eighth is the question that may be hidden."""
     end = excerpt.rfind(" ", 0, len(excerpt) * 7 // 8)
-    return qa_fields(excerpt[:end], excerpt[end:], (rest,), chat=False, max_new_tokens=64)
+    return Sample.about(excerpt[:end], excerpt[end:], (rest,), chat=False, max_new_tokens=64)
 
 
-def _summary(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
-    return qa_fields(f"{_whole(excerpt)}\n\n", SUMMARY, (), max_new_tokens=64)
+def _summary(excerpt: str, rest: str, number: int, rng: random.Random) -> Sample:
+    return Sample.about(f"{_whole(excerpt)}\n\n", SUMMARY, (), max_new_tokens=64)
 
 
-def _question(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
-    """Return fields for one of `QUESTIONS`; its `{word}` occurs once in the excerpt."""
+def _question(excerpt: str, rest: str, number: int, rng: random.Random) -> Sample:
+    """Return a sample that asks one of `QUESTIONS`; its `{word}` occurs once in the excerpt."""
     excerpt = _whole(excerpt)
     counts = Counter(re.findall(r"\b[a-z]{6,}\b", excerpt))
     unique = [word for word, times in counts.items() if times == 1]
     question = QUESTIONS[number % len(QUESTIONS)]
     question = question.format(word=rng.choice(unique or list(counts) or ["the"]))
-    return qa_fields(f"{excerpt}\n\n", question, (), max_new_tokens=64)
+    return Sample.about(f"{excerpt}\n\n", question, (), max_new_tokens=64)
 
 
-def _needle(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[str, Any]:
-    """Return fields for a number planted at the end of a sentence nearest to the depth."""
+def _needle(excerpt: str, rest: str, number: int, rng: random.Random) -> Sample:
+    """Return a sample that asks for a number, planted at the end of the sentence
+    that ends nearest to the depth."""
     excerpt, depth = _whole(excerpt), DEPTHS[number % len(DEPTHS)]
     subject = f"{rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}"
     code = str(rng.randrange(10_000, 100_000))
@@ -120,7 +121,7 @@ def _needle(excerpt: str, rest: str, number: int, rng: random.Random) -> dict[st
     text = " ".join(part for part in parts if part)
     question = f"What is the access code for the {subject}? Reply with the number."
     extra: Any = {"max_new_tokens": 24, "metric": "contains", "tags": (f"depth={depth}",)}
-    return qa_fields(f"{text}\n\n", question, (code,), **extra)
+    return Sample.about(f"{text}\n\n", question, (code,), **extra)
 
 
 def _whole(excerpt: str) -> str:
@@ -129,10 +130,17 @@ def _whole(excerpt: str) -> str:
     return excerpt[: ends[-1]] if ends and 2 * ends[-1] > len(excerpt) else excerpt
 
 
-# Functions from excerpt, continuation, sample number and random numbers to a sample's fields.
-TASKS: dict[str, Callable[[str, str, int, random.Random], dict[str, Any]]] = {
+# Functions from excerpt, continuation, sample number and random numbers to a sample.
+TASKS: dict[str, Callable[[str, str, int, random.Random], Sample]] = {
     "text": _text,
     "summary": _summary,
     "question": _question,
     "needle": _needle,
 }
+SUITE = Suite(
+    load,
+    note=NOTE,
+    has_tasks=True,
+    has_length=True,
+    wants="a folder, such as python -m mmkv.eval.corpus FOLDER writes",
+)

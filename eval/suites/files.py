@@ -18,9 +18,9 @@ MAX_LINE_BYTES = 32 * 2**20
 STDLIB, DRAWINGS = "stdlib", "drawings"
 
 
-def stands_for(data: Path | None, word: str) -> bool:
+def stands_for(data: Path, word: str) -> bool:
     """Return whether data is this word (`STDLIB` or `DRAWINGS`) and not an existing path."""
-    return data is not None and str(data) == word and not data.exists()
+    return str(data) == word and not data.exists()
 
 
 def read_text(path: Path) -> str:
@@ -130,12 +130,12 @@ def read_json(path: Path, limit: int = MAX_JSON_BYTES) -> Any:
         raise DataError(f"{path}: not a JSON file in UTF-8 that can be read: {error}") from error
 
 
-def read_lines(path: Path, limit: int | None = None) -> Iterator[Entry]:
-    """Yield the objects of a JSONL file, at most `limit`; blank lines are left out."""
+def read_lines(path: Path) -> Iterator[Entry]:
+    """Yield the objects of a JSONL file; blank lines are left out."""
     _require_file(path)
     n_entries = n_lines = 0
     with path.open("rb") as file:
-        while (limit is None or n_entries < limit) and (raw := file.readline(MAX_LINE_BYTES + 1)):
+        while raw := file.readline(MAX_LINE_BYTES + 1):
             n_lines += 1
             place = f"line {n_lines}"
             if len(raw) > MAX_LINE_BYTES:
@@ -171,25 +171,21 @@ def find_file(data: Path, suffix: str, *names: str) -> Path:
     return matches[0]
 
 
-def read_entries(request: Request, *names: str) -> tuple[list[tuple[str, Entry]], Path]:
-    """Return the named entries of a JSON list or of an object by id, and the folder of their
-    pictures; `names` are possible file names in a folder of several."""
-    assert request.data is not None
+def read_entries(request: Request, *names: str) -> Iterator[tuple[str, Entry, Path]]:
+    """Yield the name and entry of each object in a JSON list or in an object by id, and the folder
+    of their pictures; `names` are possible file names in a folder of several."""
     path = find_file(request.data, ".json", *names)
     content = read_json(path)
     if not isinstance(content, dict | list) or not content:
         raise DataError(f"{path}: expected a list of entries, or an object of entries by id")
-    listed = isinstance(content, list)
-    keyed: list[tuple[Any, Any]] = list(enumerate(content) if listed else content.items())
-    entries = list[tuple[str, Entry]]()
-    for key, value in keyed[: request.limit]:
-        entry = as_entry(path, f"entry {key!r}", value)
-        entries.append((entry.name("id", "question_id") if listed else key, entry))
     images = path.parent / "images"
     folder = request.image_folder or (images if images.is_dir() else path.parent)
     if not folder.is_dir():
         raise DataError(f"{folder}: the image folder does not exist")
-    return entries, folder
+    listed = isinstance(content, list)
+    for key, value in enumerate(content) if listed else content.items():
+        entry = as_entry(path, f"entry {key!r}", value)
+        yield entry.name("id", "question_id") if listed else key, entry, folder
 
 
 def _require_file(path: Path) -> None:

@@ -8,11 +8,12 @@ data; without them this file's own prompts are used, and figures do not compare 
 from __future__ import annotations
 
 import string
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mmkv.eval.samples import DataError, Request, Sample, interleave
+from mmkv.eval.samples import DataError, Request, Sample, Suite, interleave
 from mmkv.eval.suites import files, longbench_builtin
 
 PROMPTS_FILE, LENGTHS_FILE = "dataset2prompt.json", "dataset2maxlen.json"
@@ -20,17 +21,11 @@ OWN_WORDING = f"prompts are worded here: {PROMPTS_FILE} and {LENGTHS_FILE} are n
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Task:
-    """The metric of a dataset, and its prompt if the benchmark's own is missing; `kind` is one of
-    LongBench's categories."""
-
-    kind: str
-    metric: str
-    prompt: str
-    max_new_tokens: int = 32
-    chat: bool = True
-    first_line: bool = False
+def _task(kind: str, metric: str, prompt: str, max_new_tokens: int = 32, **others: Any) -> Sample:
+    """Return what the samples of a dataset share; `kind` is one of LongBench's categories, and the
+    prompt has fields for context and input."""
+    shared: Any = {"tags": (kind,), "metric": metric, "truncate": True, **others}
+    return Sample(prompt=prompt, max_new_tokens=max_new_tokens, **shared)
 
 
 _ASK = "{context}\n\nFrom the %s above, answer this in a few words: {input}\nAnswer:"
@@ -42,45 +37,43 @@ _RETRIEVE = (
     "{context}\n\nOne of the paragraphs above is summarised here: {input}\nReply with its name "
     'alone, such as "Paragraph 4".\nName:'
 )
-_SINGLE = Task("single-document QA", "token_f1", _ASK % "text", 64)
-_MULTI = Task("multi-document QA", "token_f1", _ASK % "documents")
+_SINGLE = _task("single-document QA", "token_f1", _ASK % "text", 64)
+_MULTI = _task("multi-document QA", "token_f1", _ASK % "documents")
 _SUMMARISE = "{context}\n\nSummarise the text above. {input}\nSummary:"
-_SUMMARY = Task("summarisation", "rouge_l", _SUMMARISE, 512)
-_FEW_SHOT = Task("few-shot", "token_f1", "{context}\n{input}", 64, chat=False, first_line=True)
-_CODE = Task("code", "edit_similarity", "{context}{input}", 64, chat=False)
-TASKS: dict[str, Task] = {
+_SUMMARY = _task("summarisation", "rouge_l", _SUMMARISE, 512)
+_FEW_SHOT = _task("few-shot", "token_f1", "{context}\n{input}", 64, chat=False, first_line=True)
+_CODE = _task("code", "edit_similarity", "{context}{input}", 64, chat=False)
+# With this file's own prompts and lengths.
+TASKS: dict[str, Sample] = {
     **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en"), _SINGLE),
     **dict.fromkeys(("hotpotqa", "2wikimqa", "musique"), _MULTI),
     **dict.fromkeys(("gov_report", "qmsum", "multi_news"), _SUMMARY),
     "trec": replace(_FEW_SHOT, metric="classification"),
     "triviaqa": _FEW_SHOT,
     "samsum": replace(_FEW_SHOT, metric="rouge_l"),
-    "passage_count": Task("synthetic", "count", _COUNT),
-    "passage_retrieval_en": Task("synthetic", "retrieval", _RETRIEVE),
+    "passage_count": _task("synthetic", "count", _COUNT),
+    "passage_retrieval_en": _task("synthetic", "retrieval", _RETRIEVE),
     **dict.fromkeys(("lcc", "repobench-p"), _CODE),
 }
 
 
-def load(request: Request) -> list[Sample]:
+def load(request: Request) -> Iterator[Sample]:
     """Return the samples; the tasks take turns, so that a limit covers all of them.
 
     Published data is a folder with task files, also below its `data/`, or one task's file.
     """
-    if request.data is None:
-        return longbench_builtin.load(request)
     request.chosen(TASKS)
     paths = _task_files(request.data, request.tasks)
     folder = next(iter(paths.values())).parent
     prompts = _read_config(folder, PROMPTS_FILE, str, list(paths))
     lengths = _read_config(folder, LENGTHS_FILE, int, list(paths))
     note = "" if prompts and lengths else OWN_WORDING
-    groups: list[list[Sample]] = []
+    groups: list[Iterator[Sample]] = []
     for name, path in paths.items():
-        task = TASKS[name]
+        task = replace(TASKS[name], task=name, note=note)
         prompt, length = prompts.get(name, task.prompt), lengths.get(name, task.max_new_tokens)
-        task = replace(task, prompt=prompt, max_new_tokens=length)
-        groups.append(_read_task(name, task, path, request.limit, note))
-    return interleave(groups)[: request.limit]
+        groups.append(_read_task(replace(task, prompt=prompt, max_new_tokens=length), path))
+    return interleave(groups)
 
 
 def _task_files(data: Path, tasks: list[str] | None) -> dict[str, Path]:
@@ -132,23 +125,26 @@ def _parse(template: str, place: str) -> list[tuple[str, str | None]]:
     return [(text, field) for text, field, _, _ in parsed]
 
 
-def _read_task(name: str, task: Task, path: Path, limit: int | None, note: str) -> list[Sample]:
+def _read_task(task: Sample, path: Path) -> Iterator[Sample]:
+    name = task.task
     pieces = _parse(task.prompt, f"{PROMPTS_FILE}: entry {name!r}")
     fields = [field for _, field in pieces]
     end = fields.index("context") + 1 if "context" in fields else len(fields)
-    samples: list[Sample] = []
-    for entry in files.read_lines(path, limit):
+    for entry in files.read_lines(path):
         dataset = entry.fields.get("dataset")
         if dataset not in (None, name):
             raise entry.error("dataset", f"expected {name!r} as the file is named, got {dataset!r}")
         # `input` may be empty for summaries and code.
         values = {"context": entry.text("context"), "input": entry.text("input", empty=True)}
         filled = [text + (values[field] if field else "") for text, field in pieces]
-        names = ("metric", "chat", "max_new_tokens", "first_line")
-        kwargs: Any = {x: getattr(task, x) for x in names} | {"answers": entry.texts("answers")}
-        kwargs |= {"task": name, "tags": (task.kind,), "truncate": True, "note": note}
-        kwargs |= {"prompt": "".join(filled), "question": "".join(filled[end:]).lstrip()}
-        if task.metric == "classification":
-            kwargs["classes"] = entry.texts("all_classes")
-        samples.append(Sample(id=f"{name}/{entry.name('_id')}", **kwargs))
-    return samples
+        yield replace(
+            task,
+            id=f"{name}/{entry.name('_id')}",
+            prompt="".join(filled),
+            question="".join(filled[end:]).lstrip(),
+            answers=entry.texts("answers"),
+            classes=entry.texts("all_classes") if task.metric == "classification" else (),
+        )
+
+
+SUITE = Suite(load, longbench_builtin.load, has_tasks=True)

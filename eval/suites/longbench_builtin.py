@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mmkv.builtin import scenes, texts
 from mmkv.builtin.texts import Lookup
 from mmkv.eval import scoring
-from mmkv.eval.samples import Request, Sample, qa_fields
-from mmkv.eval.suites.description import BUILTIN_NOTE
+from mmkv.eval.samples import Request, Sample
 
-BUILTIN_SIZE = 10  # samples of each task
+EACH = 10  # samples of each task
 LENGTHS = (320, 448, 576, 704)  # tokens of a text; the samples take turns
 PICTURE_LENGTHS = (160, 240, 320, 400)  # of a text beside a picture, which takes 144 tokens
 WITH_PICTURE = ("summary", "count")
 
 
-def load(request: Request) -> list[Sample]:
+def load(request: Request) -> Iterator[Sample]:
     """Return ten samples of each task, or up to the limit; the tasks take turns."""
-    return request.in_turns(request.chosen(BUILDERS), BUILTIN_SIZE, _build)
+    return request.in_turns(BUILDERS, EACH, _build)
 
 
 def _build(name: str, number: int) -> list[Sample]:
@@ -34,9 +34,8 @@ def _build(name: str, number: int) -> list[Sample]:
     seed = 10_000 * (1 + list(BUILDERS).index(name)) + number
     length = (PICTURE_LENGTHS if name in WITH_PICTURE else LENGTHS)[number % 4]
     lookup = texts.make_lookup(seed, length)
-    fields = BUILDERS[name](lookup, random.Random(f"longbench:{name}:{number}"))
-    fields |= {"task": name, "tags": (f"length={length}",), "note": BUILTIN_NOTE}
-    return [Sample(id=f"{name}-{number}", **fields)]
+    sample = BUILDERS[name](lookup, random.Random(f"longbench:{name}:{number}"))
+    return [replace(sample, id=f"{name}-{number}", task=name, tags=(f"length={length}",))]
 
 
 def sentences(text: str) -> list[str]:
@@ -50,25 +49,28 @@ def _passages(names: Sequence[Any], parts: list[str], cuts: list[int]) -> str:
     return "\n\n".join(f"Passage {name}:\n{' '.join(parts[a:b])}" for name, (a, b) in pairs)
 
 
-def _look_up(lookup: Lookup, rng: random.Random, *, number: int = 1) -> dict[str, Any]:
+def look_up(lookup: Lookup, rng: random.Random, *, number: int = 1) -> Sample:
     """Return a question about one record of a text, which is cut into `number` passages."""
     question, text = rng.choice(lookup.questions), f"{lookup.text} "
     if number > 1:
         parts = sentences(lookup.text)
         cuts = [round(i * len(parts) / number) for i in range(number + 1)]
         text = _passages(range(1, number + 1), parts, cuts) + "\n\n"
-    return qa_fields(text, question.text, (question.answer,), metric="token_f1")
+    return Sample.about(text, question.text, (question.answer,), metric="token_f1")
 
 
-def _summary(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
+def describe(lookup: Lookup, scene: scenes.Scene, rng: random.Random) -> Sample:
     """Return a request to describe a picture, the only long answer that the model can give."""
-    scene = scenes.make_scene(rng.randrange(10**9))
     question, answers = scenes.describe_question("the picture", rng), (scenes.describe(scene),)
     extra: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 96, "metric": "rouge_l"}
-    return qa_fields(f"{lookup.text} ", question, answers, **extra)
+    return Sample.about(f"{lookup.text} ", question, answers, **extra)
 
 
-def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
+def _summary(lookup: Lookup, rng: random.Random) -> Sample:
+    return describe(lookup, scenes.make_scene(rng.randrange(10**9)), rng)
+
+
+def _few_shot(lookup: Lookup, rng: random.Random) -> Sample:
     """Return three solved questions and one more; the class is the record's value."""
     classes = tuple(dict.fromkeys(value for _, value in lookup.records))
     # Leave out records whose class is part of another word of the answer ("cap" in "cape").
@@ -83,20 +85,20 @@ def _few_shot(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     lines = [f"USER: {lookup.text} {turns[0]}", *(f"USER: {turn}" for turn in turns[1:])]
     extra: Any = {"classes": classes, "chat": False, "metric": "classification", "first_line": True}
     question = f"USER: {last.text} ASSISTANT:"
-    return qa_fields("\n".join([*lines, ""]), question, (last.answer, value), **extra)
+    return Sample.about("\n".join([*lines, ""]), question, (last.answer, value), **extra)
 
 
-def _count(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
+def _count(lookup: Lookup, rng: random.Random) -> Sample:
     """Return a question about the number of objects of a kind in a picture before a text."""
     scene = scenes.make_scene(rng.randrange(10**9))
     questions = scenes.ask(scene, rng, 50)
     question = next(q for q in questions if q.text.startswith("How many"))
     answers = (question.answer, question.answer.split()[2])  # "There are three ..."
     extra: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 16, "metric": "contains"}
-    return qa_fields(f"{lookup.text} ", question.text, answers, **extra)
+    return Sample.about(f"{lookup.text} ", question.text, answers, **extra)
 
 
-def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
+def _retrieval(lookup: Lookup, rng: random.Random) -> Sample:
     """Return a request to tell which of six passages, named after their records, has a key."""
     # Each cut is before a record, so that every passage has a record that can name it.
     parts, records = sentences(lookup.text), lookup.records
@@ -113,10 +115,10 @@ def _retrieval(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
             break
     text, answers = _passages(names, parts, bounds), (f"{key} {name}.", name)
     extra: Any = {"classes": names, "metric": "classification"}
-    return qa_fields(f"{text}\n\n", f"Look up {key}.", answers, **extra)
+    return Sample.about(f"{text}\n\n", f"Look up {key}.", answers, **extra)
 
 
-def _code(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
+def _code(lookup: Lookup, rng: random.Random) -> Sample:
     """Return a listing of records and comments; the last comment asks for the next line."""
     records = {f"{key} {value}." for key, value in lookup.records}
     lines = [
@@ -127,12 +129,12 @@ def _code(lookup: Lookup, rng: random.Random) -> dict[str, Any]:
     text, query = "\n".join(["USER: values", *lines, "    "]), f"# {question.text} ASSISTANT:"
     # Leading blanks count in code, and the model's replies begin with one.
     answers = (question.answer, f" {question.answer}")
-    return qa_fields(text, query, answers, chat=False, metric="edit_similarity")
+    return Sample.about(text, query, answers, chat=False, metric="edit_similarity")
 
 
-BUILDERS: dict[str, Callable[[Lookup, random.Random], dict[str, Any]]] = {
-    "single_doc_qa": _look_up,
-    "multi_doc_qa": partial(_look_up, number=4),
+BUILDERS: dict[str, Callable[[Lookup, random.Random], Sample]] = {
+    "single_doc_qa": look_up,
+    "multi_doc_qa": partial(look_up, number=4),
     "summary": _summary,
     "few_shot": _few_shot,
     "count": _count,

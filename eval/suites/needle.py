@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmkv.builtin import drawings, texts
-from mmkv.eval.samples import DataError, Request, Sample, qa_fields
+from mmkv.eval.samples import DataError, Request, Sample, Suite
 from mmkv.eval.suites import files
-from mmkv.eval.suites.description import BUILTIN_NOTE
 from mmkv.eval.suites.longbench_builtin import sentences
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -26,60 +28,63 @@ REPEATS = 2  # samples of each cell
 NOTE = "the needle and the question are worded here"
 
 
-def load(request: Request) -> list[Sample]:
-    """Return the built-in samples, or needles in a haystack of other texts or pictures.
+def load(request: Request) -> Iterator[Sample]:
+    """Yield needles in a haystack of other texts; see `builtin`."""
+    words = read_words(request.data)
+    lengths = [size for size in FILE_LENGTHS if size <= len(words)]
+    return _grid(f"needle:{request.data.name}", lengths, partial(_from_words, words))
+
+
+def builtin(request: Request) -> Iterator[Sample]:
+    """Yield the built-in samples, or those in drawn pictures.
 
     All cells of the grid come once, then all again. Tags are such as "depth=0.5" and "length=512".
     """
-    data = request.data
-    if files.stands_for(data, files.DRAWINGS):
-        return _in_pictures()[: request.limit]
-    words = [] if data is None else read_words(data)
-    lengths = [size for size in FILE_LENGTHS if size <= len(words)] if words else LENGTHS
-    samples: list[Sample] = []
+    if files.stands_for(request.data, files.DRAWINGS):
+        return _in_pictures()
+    return _grid("needle", LENGTHS, _from_lookup)
+
+
+def _grid(
+    seed: str, lengths: Sequence[int], make: Callable[[random.Random, int, float], Sample]
+) -> Iterator[Sample]:
     for repeat, length, depth in itertools.product(range(REPEATS), lengths, DEPTHS):
-        cell = f"{depth}:{length}:{repeat}"
-        rng = random.Random(f"needle:{cell}" if data is None else f"needle:{data.name}:{cell}")
-        fields = _from_words(rng, words, length, depth) if words else _builtin(rng, length, depth)
-        fields |= {"metric": "contains", "tags": (f"depth={depth}", f"length={length}")}
-        samples.append(Sample(id=f"depth={depth}/length={length}/{repeat}", **fields))
-    return samples[: request.limit]
+        sample = make(random.Random(f"{seed}:{depth}:{length}:{repeat}"), length, depth)
+        tags = f"depth={depth}", f"length={length}"
+        yield replace(sample, id=f"{tags[0]}/{tags[1]}/{repeat}", tags=tags)
 
 
-def _in_pictures() -> list[Sample]:
-    samples: list[Sample] = []
+def _in_pictures() -> Iterator[Sample]:
     for repeat, count in itertools.product(range(REPEATS), PICTURES):
         for number in range(count):
+            name, tags = f"{count}/{number}/{repeat}", (f"pictures={count}", f"shown={number + 1}")
             rng = random.Random(f"needle:pictures:{repeat}:{count}:{number}")
             while True:
                 scenes = [drawings.make_scene(rng.randrange(2**40)) for _ in range(count)]
                 if question := drawings.find_question(scenes, rng, number):
                     break
-            extra: Any = {"images": tuple(map(drawings.draw, scenes)), "metric": "contains"}
-            extra |= {"tags": (f"pictures={count}", f"shown={number + 1}"), "note": BUILTIN_NOTE}
-            answers = (f"{drawings.ORDINALS[number]} picture",)
-            fields: Any = qa_fields("", question.text, answers, max_new_tokens=24, **extra)
-            samples.append(Sample(id=f"pictures={count}/{number}/{repeat}", **fields))
-    return samples
+            answers, images = (f"{drawings.ORDINALS[number]} picture",), map(drawings.draw, scenes)
+            fields: Any = {"id": f"pictures={name}", "images": tuple(images), "tags": tags}
+            yield Sample.about("", question.text, answers, max_new_tokens=24, **fields)
 
 
-def _builtin(rng: random.Random, length: int, depth: float) -> dict[str, Any]:
+def _from_lookup(rng: random.Random, length: int, depth: float) -> Sample:
     lookup = texts.make_lookup(400_000 + rng.randrange(100_000), length)
     key, value = rng.choice(lookup.records)
     needle = texts.answer(key, value)
     rest = sentences(lookup.text)
     rest.remove(needle)
-    text, question = f"{' '.join(_insert(rest, needle, depth))} ", texts.phrase(key, rng)
-    return qa_fields(text, question, (needle, value), note=BUILTIN_NOTE)
+    text = f"{' '.join(_insert(rest, needle, depth))} "
+    return Sample.about(text, texts.phrase(key, rng), (needle, value))
 
 
-def _from_words(rng: random.Random, words: list[str], length: int, depth: float) -> dict[str, Any]:
+def _from_words(words: list[str], rng: random.Random, length: int, depth: float) -> Sample:
     start = rng.randrange(len(words) - length + 1)
     key, value = rng.choice(texts.KEYS), rng.choice(texts.VALUES)
     needle = f"The secret word of {key} is {value}."
     text = " ".join(_insert(words[start : start + length], needle, depth))
-    question, extra = f"What is the secret word of {key}?", {"max_new_tokens": 24, "note": NOTE}
-    return qa_fields(f"{text}\n\n", question, (needle, value), **extra)
+    question = f"What is the secret word of {key}?"
+    return Sample.about(f"{text}\n\n", question, (needle, value), max_new_tokens=24)
 
 
 def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
@@ -100,3 +105,6 @@ def read_words(data: Path) -> list[str]:
         requirement = f"a haystack of {FILE_LENGTHS[0]} words or more in .txt files"
         raise DataError(f"{data}: expected {requirement}, got {len(words)}")
     return words
+
+
+SUITE = Suite(load, builtin, note=NOTE, metric="contains", reads_stdlib=True, draws=True)

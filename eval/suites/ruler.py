@@ -13,15 +13,14 @@ import itertools
 import random
 import string
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmkv.builtin import texts
-from mmkv.eval.samples import DataError, Request, Sample, qa_fields
+from mmkv.eval.samples import DataError, Request, Sample, Suite
 from mmkv.eval.suites import files, needle
-from mmkv.eval.suites.description import BUILTIN_NOTE
 from mmkv.eval.suites.longbench_builtin import sentences
 
 NOTE = "the haystack is the user's own, and the prompts are worded here"
@@ -37,12 +36,10 @@ Parts = tuple[str, list[str], list[Question]]
 Reading = tuple[list[str], list[Question]]
 
 
-def load(request: Request) -> list[Sample]:
+def load(request: Request) -> Iterator[Sample]:
     """Return samples of every task, or of `request.tasks`; the tasks take turns."""
-    tasks = request.chosen(BUILTIN if request.data is None else TASKS)
-    if request.data is None:
-        return request.in_turns(tasks, EACH, partial(_builtin, request.questions))
     words = needle.read_words(request.data)
+    tasks = request.chosen(TASKS)
     readings = {name: _readings(request.data, name) for name in tasks if name in _READINGS}
     without_data = [name for name, items in readings.items() if not items]
     if without_data and request.tasks:
@@ -54,7 +51,22 @@ def load(request: Request) -> list[Sample]:
             return []
         return _generated(name, number, words, readings.get(name, []), request)
 
-    return request.in_turns(tasks, EACH, make)
+    return request.in_turns(TASKS, EACH, make)
+
+
+def builtin(request: Request) -> Iterator[Sample]:
+    """Return samples of the small form; the tasks take turns."""
+
+    def make(name: str, number: int) -> list[Sample]:
+        length = BUILTIN_LENGTHS[number % len(BUILTIN_LENGTHS)]
+        seed = 500_000 + 10_000 * list(BUILTIN).index(name) + number
+        lookup = texts.make_lookup(seed, length, records=BUILTIN[name])
+        first = random.Random(f"ruler:{name}:{number}").randrange(len(lookup.questions))
+        chosen = [*lookup.questions[first:], *lookup.questions[:first]][: request.questions]
+        questions = [(question.text, (question.answer,)) for question in chosen]
+        return _samples(name, number, f"{lookup.text} ", questions, length, 8)
+
+    return request.in_turns(BUILTIN, EACH, make)
 
 
 def _generated(
@@ -91,19 +103,17 @@ def _generated(
     max_size = min(8 * length, len(words)) if haystack == "text" else 8 * length
     sizes = range(max_size, 0, -1)
     size = max_size - bisect.bisect_left(sizes, True, key=lambda size: tokens(size) <= length)
-    return _samples(name, number, *context(size), length, new, NOTE)
+    return _samples(name, number, *context(size), length, new)
 
 
 def _samples(
-    name: str, number: int, text: str, qas: Sequence[Question], length: int, new: int, note: str
+    name: str, number: int, text: str, questions: Sequence[Question], length: int, new: int
 ) -> list[Sample]:
-    extra: Any = {"metric": "contains" if name in _READINGS else "contains_all", "note": note}
-    extra |= {"task": name, "max_new_tokens": new, "tags": (f"length={length}",)}
-    samples = list[Sample]()
-    for i, (question, answers) in enumerate(qas):
-        fields: Any = extra | qa_fields(text, question, answers, max_new_tokens=new)
-        samples.append(Sample(id=f"{name}-{number}" + (f"-{i}" if i else ""), **fields))
-    return samples
+    extra: Any = {"task": name, "max_new_tokens": new, "tags": (f"length={length}",)}
+    extra |= {"metric": "contains" if name in _READINGS else "contains_all"}
+    names = [f"{name}-{number}" + (f"-{i}" if i else "") for i in range(len(questions))]
+    each = zip(names, questions, strict=True)
+    return [Sample.about(text, *question, id=name, **extra) for name, question in each]
 
 
 def _uuid(rng: random.Random) -> str:
@@ -216,16 +226,6 @@ TASKS: dict[str, tuple[Callable[..., Parts], str, int]] = {
 BUILTIN = {"niah_single_1": 1, "niah_multikey_1": 4, "niah_multikey_2": None}
 
 
-def _builtin(questions: int, name: str, number: int) -> list[Sample]:
-    length = BUILTIN_LENGTHS[number % len(BUILTIN_LENGTHS)]
-    seed = 500_000 + 10_000 * list(BUILTIN).index(name) + number
-    lookup = texts.make_lookup(seed, length, records=BUILTIN[name])
-    first = random.Random(f"ruler:{name}:{number}").randrange(len(lookup.questions))
-    chosen = [*lookup.questions[first:], *lookup.questions[:first]][:questions]
-    qas = [(question.text, (question.answer,)) for question in chosen]
-    return _samples(name, number, f"{lookup.text} ", qas, length, 8, BUILTIN_NOTE)
-
-
 def _readings(folder: Path, task: str) -> list[Reading]:
     """Return the passages and questions of a published file; [] if it does not exist."""
     file, dataset, read = _READINGS[task]
@@ -270,3 +270,5 @@ _READINGS = {
     "qa_squad": ("squad.json", "SQuAD", _squad),
     "qa_hotpot": ("hotpot.json", "HotpotQA", _hotpot),
 }
+_OPTIONS = {"has_tasks": True, "has_length": True, "has_questions": True, "reads_stdlib": True}
+SUITE = Suite(load, builtin, note=NOTE, **_OPTIONS)

@@ -6,22 +6,23 @@ can do: for CNN/DailyMail describe the picture before a text, for XSum repeat on
 
 from __future__ import annotations
 
+import itertools
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mmkv.builtin import scenes, texts
-from mmkv.eval.samples import Request, Sample, qa_fields
-from mmkv.eval.suites import files
-from mmkv.eval.suites.description import BUILTIN_NOTE
+from mmkv.eval.samples import Request, Sample, Suite
+from mmkv.eval.suites import files, longbench_builtin
 
-BUILTIN_SIZE = 20
 NOTE = "prompts are worded here; papers do not agree on any"
 
 
 @dataclass(frozen=True)
 class Articles:
-    """A set of articles: its fields, the request for a summary, and the first built-in seed."""
+    """A set of articles: its fields, the request for a summary, and its built-in texts' first seed
+    and lengths in tokens."""
 
     name: str
     source: str
@@ -29,43 +30,34 @@ class Articles:
     request: str
     max_new_tokens: int
     seed: int
+    lengths: tuple[int, ...]
 
-    def load(self, request: Request) -> list[Sample]:
-        """Return the built-in samples, or those of a published file."""
-        if request.data is None:
-            return _builtin(self, request.limit or BUILTIN_SIZE)
+    def load(self, request: Request) -> Iterator[Sample]:
+        """Yield the samples of a published file."""
         path = files.find_file(request.data, ".jsonl", f"{self.name}.jsonl", "test.jsonl")
-        question = f"{self.request}\nSummary:"
-        extra: Any = {"metric": "rouge_2", "truncate": True, "note": NOTE}
-        extra |= {"max_new_tokens": self.max_new_tokens}
-        samples: list[Sample] = []
-        for entry in files.read_lines(path, request.limit):
+        extra: Any = {"max_new_tokens": self.max_new_tokens, "truncate": True}
+        for entry in files.read_lines(path):
             text, answer = f"{entry.text(self.source)}\n\n", entry.text(self.target).strip()
-            fields: Any = qa_fields(text, question, (answer,), **extra)
-            samples.append(Sample(id=entry.name("id"), **fields))
-        return samples
+            question = f"{self.request}\nSummary:"
+            yield Sample.about(text, question, (answer,), id=entry.name("id"), **extra)
+
+    def builtin(self, request: Request) -> Iterator[Sample]:
+        """Yield samples of the built-in data."""
+        for number in itertools.count():
+            rng, seed = random.Random(f"{self.name}:{number}"), self.seed + number
+            lookup = texts.make_lookup(seed, rng.choice(self.lengths))
+            if self is _CNN_DAILYMAIL:
+                sample = longbench_builtin.describe(lookup, scenes.make_scene(seed), rng)
+            else:
+                sample = longbench_builtin.look_up(lookup, rng)
+            yield replace(sample, id=f"text-{number}")
 
 
 _CNN = "Summarise the article above in three or four sentences."
 _XSUM = "Summarise the article above in one sentence."
-CNN_DAILYMAIL = Articles("cnn_dailymail", "article", "highlights", _CNN, 128, seed=200_000)
-XSUM = Articles("xsum", "document", "summary", _XSUM, 64, seed=300_000)
-
-
-def _builtin(articles: Articles, size: int) -> list[Sample]:
-    samples: list[Sample] = []
-    for number in range(size):
-        rng, seed = random.Random(f"{articles.name}:{number}"), articles.seed + number
-        extra: Any = {"metric": "rouge_2", "note": BUILTIN_NOTE}
-        if articles is CNN_DAILYMAIL:
-            lookup = texts.make_lookup(seed, rng.choice((160, 240, 320)))
-            scene = scenes.make_scene(seed)
-            question, answer = scenes.describe_question("the picture", rng), scenes.describe(scene)
-            extra |= {"images": (scenes.draw(scene),), "max_new_tokens": 96}
-        else:
-            lookup = texts.make_lookup(seed, rng.choice((384, 512, 640)))
-            record_question = rng.choice(lookup.questions)
-            question, answer = record_question.text, record_question.answer
-        fields: Any = qa_fields(f"{lookup.text} ", question, (answer,), **extra)
-        samples.append(Sample(id=f"text-{number}", **fields))
-    return samples
+_CNN_DAILYMAIL = Articles(
+    "cnn_dailymail", "article", "highlights", _CNN, 128, seed=200_000, lengths=(160, 240, 320)
+)
+_BBC = Articles("xsum", "document", "summary", _XSUM, 64, seed=300_000, lengths=(384, 512, 640))
+CNN_DAILYMAIL = Suite(_CNN_DAILYMAIL.load, _CNN_DAILYMAIL.builtin, 20, NOTE, "rouge_2")
+XSUM = Suite(_BBC.load, _BBC.builtin, 20, NOTE, "rouge_2")

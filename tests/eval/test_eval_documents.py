@@ -83,7 +83,7 @@ def test_a_quoted_word_is_none_that_is_repeated():
     text = "people window bright people window bright lonely street street people"
     for seed in range(5):
         made = documents._question(text, "", 2, random.Random(seed))
-        assert made["question"].endswith('the word "lonely".')
+        assert made.question.endswith('the word "lonely".')
 
 
 def test_needles_lie_at_every_depth(folder):

@@ -16,7 +16,9 @@ from helpers.models import make_model
 from mmkv.eval import draw, measure, runner
 from mmkv.eval.cli import PLOTS, commands
 from mmkv.eval.prompts import Encoder
+from mmkv.eval.samples import Suite
 from mmkv.eval.store import RunError, read_rows
+from mmkv.eval.suites.registry import SUITES
 from mmkv.eval.tabulate import Report, paper_tables
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -232,9 +234,9 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("\n")
     monkeypatch.setattr("mmkv.chat.load", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr("mmkv.eval.suites.description.BUILTIN_SIZE", 2)
     if "3000000" in arguments:
-        monkeypatch.setattr("mmkv.eval.suites.description.builtin", lambda size, drawn: [])
+        empty = Suite(lambda request: [], builtin=lambda request: [])
+        monkeypatch.setitem(SUITES, "description", empty)
     done = call(*arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert message in done.stderr
