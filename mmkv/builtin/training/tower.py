@@ -131,14 +131,13 @@ class Tower(nn.Module):
         self.norm = float(embedding.norm(dim=1).mean())
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return the loss for token ids `labels` [B, 144], and the share of right tokens."""
+        """Return the loss for token ids `labels` [B, 144]."""
         features = self.tower(pixel_values).last_hidden_state[:, 1:]
         projected = self.projector(features).float().flatten(0, 1)
         distances = (torch.cdist(projected, self.words) / self.norm) ** 2
         targets = torch.searchsorted(self.ids, labels.flatten())
         choice = F.cross_entropy(-_SHARPNESS * distances, targets)
-        loss = choice + distances.gather(1, targets[:, None]).mean()
-        return {"loss": loss, "right": (distances.argmin(1) == targets).float().mean()}
+        return {"loss": choice + distances.gather(1, targets[:, None]).mean()}
 
 
 def main(
@@ -166,21 +165,14 @@ def main(
         images = [pixels(scene, random.Random(f"tower:{i}")) for i, scene in scenes.items()]
         return {"pixel_values": images, "labels": [speller.ids(x) for x in scenes.values()]}
 
-    class Trainer(hf.Trainer):
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
-            outputs = model(**inputs)
-            if self.state.global_step % 50 == 0:
-                self.log({"right": outputs["right"].item()})
-            return outputs["loss"]
-
     data = datasets.Dataset.from_dict({"seed": list(range(pictures))}).with_transform(sample)
     pace = {"warmup_steps": 50, "weight_decay": 0.05, "logging_steps": 50, "save_steps": 200}
     options: Any = {"per_device_train_batch_size": batch, "dataloader_drop_last": True, **pace}
     training = arguments(out, rate, bf16, **options)
-    Trainer(tower, training, train_dataset=data).train(resume_from_checkpoint=resume or None)
-    parts = {k: x for k, x in model.state_dict().items() if "language_model" not in k}
-    parts = {k: x.contiguous() for k, x in parts.items() if "lm_head" not in k}
-    save_file(parts, out / "tower.safetensors")
+    hf.Trainer(tower, training, train_dataset=data).train(resume_from_checkpoint=resume or None)
+    text = ("language_model", "lm_head")
+    parts = {k: x for k, x in model.state_dict().items() if not any(name in k for name in text)}
+    save_file({k: x.contiguous() for k, x in parts.items()}, out / "tower.safetensors")
 
 
 if __name__ == "__main__":
