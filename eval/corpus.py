@@ -119,7 +119,6 @@ class _Page(HTMLParser):
         self._end()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Begin a block, or an element that is left out."""
         attributes = {name: value or "" for name, value in attrs}
         if tag == "link":
             self.links.setdefault(attributes.get("rel", ""), attributes.get("href", ""))
@@ -139,7 +138,6 @@ class _Page(HTMLParser):
             self.handle_starttag(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
-        """End a block, or an element that is left out."""
         if self._skipped:
             self._depth -= tag == self._skipped
             self._skipped = self._skipped if self._depth else ""
@@ -147,7 +145,6 @@ class _Page(HTMLParser):
             self._end()
 
     def handle_data(self, data: str) -> None:
-        """Add text to the current block."""
         if not self._skipped:
             self._text += data
 

@@ -18,8 +18,6 @@ from mmkv.loading.models import WEIGHTS
 if TYPE_CHECKING:
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
-PICTURES = Path(__file__).parent / "pictures"
-_VISION = Path(__file__).parent / "vision"
 # Printed below their answers, since those about photos are meaningless.
 KNOWS = {
     models.BUILTIN: "the built-in model knows only drawn, coloured shapes and look-ups in made-up "
@@ -27,7 +25,7 @@ KNOWS = {
     models.SMOLLM2_VISION: "of pictures this model knows only drawn shapes, words and numbers",
 }
 
-__all__ = ["KNOWS", "PICTURES", "WEIGHTS", "example_pictures", "load_builtin"]
+__all__ = ["KNOWS", "WEIGHTS", "example_pictures", "load_builtin"]
 
 
 @overload
@@ -79,4 +77,5 @@ def example_pictures(name: str = models.BUILTIN) -> list[Path]:
     They are held-out scenes: `drawings.make_scene(i, count=i + 3, printed=i % 3)` for i = 0 to 3;
     for others `scenes.make_scene(i, count=i + 3)` with smooth edges.
     """
-    return sorted((_VISION if name == models.SMOLLM2_VISION else PICTURES).glob("*.png"))
+    folder = "vision" if name == models.SMOLLM2_VISION else "pictures"
+    return sorted((Path(__file__).parent / folder).glob("*.png"))
