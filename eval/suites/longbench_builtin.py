@@ -91,8 +91,9 @@ def _few_shot(lookup: Lookup, rng: random.Random) -> Sample:
 def _count(lookup: Lookup, rng: random.Random) -> Sample:
     """Return a question about the number of objects of a kind in a picture before a text."""
     scene = scenes.make_scene(rng.randrange(10**9))
-    questions = scenes.ask(scene, rng, 50)
-    question = next(q for q in questions if q.text.startswith("How many"))
+    question = scenes.ask(scene, rng)
+    while not question.text.startswith("How many"):
+        question = scenes.ask(scene, rng)
     answers = (question.answer, question.answer.split()[2])  # "There are three ..."
     extra: Any = {"images": (scenes.draw(scene),), "max_new_tokens": 16, "metric": "contains"}
     return Sample.about(f"{lookup.text} ", question.text, answers, **extra)

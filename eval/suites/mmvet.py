@@ -44,7 +44,8 @@ def builtin(request: Request) -> Iterator[Sample]:
         shown = [source.make_scene(1000 + seed + i * 100_000) for i in range(number)]
         index = rng.randrange(number)
         title = "the picture" if number == 1 else f"the {source.ORDINALS[index]} picture"
-        pool = source.ask(shown[index], rng, 1 if questions == 1 else 4 * questions, title)
+        tries = range(1 if questions == 1 else 4 * questions)
+        pool = [source.ask(shown[index], rng, title) for _ in tries]
         answers_by_question = {question.text: question.answer for question in pool}
         pictures = tuple(source.draw(scene) for scene in shown)
         for i, (text, answer) in enumerate([*answers_by_question.items()][:questions]):

@@ -214,13 +214,8 @@ def describe_question(which: str, rng: random.Random) -> str:
     return rng.choice((f"Describe {which}.", f"Describe {which} in detail.", *questions))
 
 
-def ask(scene: Scene, rng: random.Random, count: int, which: str = "the picture") -> list[Question]:
-    """Return `count` short questions about `scene`; `which` names the picture in them."""
-    return [_ask(scene, rng, which) for _ in range(count)]
-
-
-def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
-    """Return one question, whose answer follows from the picture alone."""
+def ask(scene: Scene, rng: random.Random, which: str = "the picture") -> Question:
+    """Return a short question about `scene`; `which` names the picture in it."""
     kinds = ("at", "at", "where", "count", "shapes", "colors", "color", "exists", "size", "beside")
     shapes = [x for x in scene.objects if x.kind == "shape"]
     printed = [x for x in scene.objects if x.kind != "shape"]

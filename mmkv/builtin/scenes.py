@@ -224,12 +224,8 @@ def describe_question(which: str, rng: random.Random) -> str:
     return rng.choice(phrasings)
 
 
-def ask(scene: Scene, rng: random.Random, count: int, which: str = "the picture") -> list[Question]:
-    """Return `count` short questions about `scene`; `which` names the picture in them."""
-    return [_ask(scene, rng, which) for _ in range(count)]
-
-
-def _ask(scene: Scene, rng: random.Random, which: str) -> Question:
+def ask(scene: Scene, rng: random.Random, which: str = "the picture") -> Question:
+    """Return a short question about `scene`; `which` names the picture in it."""
     several, inside = which != "the picture", f"in {which}"
     kind = rng.choice(("at", "at", "at", "where", "count", "shapes", "colors", "color"))
     item = rng.choice(scene.objects)

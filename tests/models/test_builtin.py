@@ -84,7 +84,8 @@ def test_short_questions_have_answers_that_hold():
         "How many crosses are in the picture?": "There is one cross in the picture.",
         "How many red objects are in the picture?": "There is one red object in the picture.",
     }
-    asked = {x.text: x.answer for x in scenes.ask(SCENE, random.Random(0), 200)}
+    rng = random.Random(0)
+    asked = {x.text: x.answer for x in (scenes.ask(SCENE, rng) for _ in range(200))}
     assert {text: asked.get(text) for text in answers} == answers
 
 

@@ -78,7 +78,8 @@ def test_descriptions_are_scored_by_all_they_say(text, right):
 
 
 def test_answers_follow_from_the_scene():
-    told = {q.text: q.answer for i in range(3000) for q in drawings.ask(SCENE, random.Random(i), 1)}
+    questions = (drawings.ask(SCENE, random.Random(i)) for i in range(3000))
+    told = {q.text: q.answer for q in questions}
     of_picture = " in the picture?"
     expected = {
         "What is at the center of the picture?": 'The word "apple" in blue is at the center.',

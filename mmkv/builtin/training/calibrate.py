@@ -35,7 +35,7 @@ def prompts(processor: Any, n: int) -> Iterator[dict[str, Any]]:
         picture = scenes.draw(scene := scenes.make_scene(seed))
         lookup = texts.make_lookup(seed, (256, 512, 1024)[seed % 3])
         yield encode(processor, user(scenes.describe_question("the picture", rng), picture))
-        yield encode(processor, user(scenes.ask(scene, rng, 1)[0].text, picture))
+        yield encode(processor, user(scenes.ask(scene, rng).text, picture))
         yield encode(processor, user(f"{lookup.text} {rng.choice(lookup.questions).text}"))
 
 

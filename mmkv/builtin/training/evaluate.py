@@ -54,7 +54,7 @@ def _several(seed: int, dataset: Any) -> Prompt:
 
 def _short(seed: int, dataset: Any) -> Prompt:
     scene = dataset.make_scene(seed)
-    question = dataset.ask(scene, random.Random(f"short:{seed}"), 1)[0]
+    question = dataset.ask(scene, random.Random(f"short:{seed}"))
     return user(question.text, dataset.draw(scene)), partial(_equals, question.answer)
 
 

@@ -78,7 +78,7 @@ class Rows:
         turns: list[drawings.Question] = []
         for scene, order in zip(scenes, drawings.ORDINALS, strict=False):
             which = "the picture" if number == 1 else f"the {order} picture"
-            turns += drawings.ask(scene, rng, 14 if number == 1 else 4, which)
+            turns += [drawings.ask(scene, rng, which) for _ in range(14 if number == 1 else 4)]
             if number == 1 or rng.random() < 0.5:
                 request = drawings.describe_question(which, rng)
                 turns.append(drawings.Question(text=request, answer=drawings.describe(scene)))
@@ -189,16 +189,9 @@ def main(
             layer.compile(dynamic=False)
 
     class Trainer(hf.Trainer):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.seen: dict[str, list[float]] = {}
-
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
             kind, loss = loss_of(model, inputs, answered)
-            self.seen.setdefault(kind, []).append(loss.item())
-            if self.state.global_step % 20 == 19:
-                self.log({kind: sum(x) / len(x) for kind, x in self.seen.items()})
-                self.seen = {}
+            self.log({kind: loss.item()})
             return loss
 
     def draw(rows: dict[str, list[int]]) -> dict[str, Any]:
