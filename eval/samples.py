@@ -116,12 +116,9 @@ class Suite:
     size: int | None = None  # number of built-in samples; None: those that there are
     note: str = ""  # why figures on published data do not compare with published ones
     metric: str | None = None  # of every sample; None: each has its own, or none
-    has_tasks: bool = False
-    has_length: bool = False  # `length` may set the tokens of a prompt
-    has_questions: bool = False  # `questions` may be more than one on each context
+    options: tuple[str, ...] = ()  # of a request, that it takes: "tasks", "length", "questions"
+    words: tuple[str, ...] = ()  # that `data` may be: "stdlib", "drawings"
     wants: str = ""  # description of `data`, for a suite without built-in data
-    reads_stdlib: bool = False
-    draws: bool = False  # `data` may be "drawings", scenes that mmkv draws
 
 
 def _picture_digest(image: Any) -> str:

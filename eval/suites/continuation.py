@@ -63,4 +63,5 @@ def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> lis
     return [places[i] if i < len(places) else None for i in firsts]
 
 
-SUITE = Suite(load, note=NOTE, has_length=True, wants="a folder, or stdlib", reads_stdlib=True)
+_WANTS = "a folder, or stdlib"
+SUITE = Suite(load, note=NOTE, options=("length",), words=(files.STDLIB,), wants=_WANTS)

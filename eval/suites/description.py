@@ -60,4 +60,4 @@ def builtin(request: Request) -> Iterator[Sample]:
         yield Sample(id=f"scene-{seed}", prompt=question, **fields)
 
 
-SUITE = Suite(load, builtin, 50, draws=True)
+SUITE = Suite(load, builtin, 50, words=(files.DRAWINGS,))

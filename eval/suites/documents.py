@@ -137,10 +137,5 @@ TASKS: dict[str, Callable[[str, str, int, random.Random], Sample]] = {
     "question": _question,
     "needle": _needle,
 }
-SUITE = Suite(
-    load,
-    note=NOTE,
-    has_tasks=True,
-    has_length=True,
-    wants="a folder, such as python -m mmkv.eval.corpus FOLDER writes",
-)
+_WANTS = "a folder, such as python -m mmkv.eval.corpus FOLDER writes"
+SUITE = Suite(load, note=NOTE, options=("tasks", "length"), wants=_WANTS)

@@ -183,7 +183,8 @@ def read_entries(request: Request, *names: str) -> Iterator[tuple[str, Entry, Pa
     if not folder.is_dir():
         raise DataError(f"{folder}: the image folder does not exist")
     listed = isinstance(content, list)
-    for key, value in enumerate(content) if listed else content.items():
+    keyed: list[tuple[Any, Any]] = list(enumerate(content) if listed else content.items())
+    for key, value in keyed:
         entry = as_entry(path, f"entry {key!r}", value)
         yield entry.name("id", "question_id") if listed else key, entry, folder
 

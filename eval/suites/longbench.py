@@ -147,4 +147,4 @@ def _read_task(task: Sample, path: Path) -> Iterator[Sample]:
         )
 
 
-SUITE = Suite(load, longbench_builtin.load, has_tasks=True)
+SUITE = Suite(load, longbench_builtin.load, options=("tasks",))

@@ -65,4 +65,4 @@ def _capabilities(question: str) -> tuple[str, ...]:
     return ("rec", "spat")
 
 
-SUITE = Suite(load, builtin, 48, NOTE, metric="token_f1", has_questions=True, draws=True)
+SUITE = Suite(load, builtin, 48, NOTE, "token_f1", ("questions",), (files.DRAWINGS,))

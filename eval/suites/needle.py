@@ -107,4 +107,4 @@ def read_words(data: Path) -> list[str]:
     return words
 
 
-SUITE = Suite(load, builtin, note=NOTE, metric="contains", reads_stdlib=True, draws=True)
+SUITE = Suite(load, builtin, None, NOTE, "contains", words=(files.STDLIB, files.DRAWINGS))

@@ -34,9 +34,9 @@ def default_data(name: str, model: str) -> str:
     Only the built-in model was trained on the built-in look-up texts, smollm2-vision on drawings.
     """
     suite = SUITES.get(name)
-    if suite and suite.draws and model == SMOLLM2_VISION:
+    if suite and DRAWINGS in suite.words and model == SMOLLM2_VISION:
         return DRAWINGS
-    stdlib = suite and suite.reads_stdlib and (suite.builtin is None or model != BUILTIN)
+    stdlib = suite and STDLIB in suite.words and (suite.builtin is None or model != BUILTIN)
     return STDLIB if stdlib else BUILTIN
 
 
@@ -53,19 +53,20 @@ def load_suite(name: str, data: str | Path = BUILTIN, **fields: Any) -> list[Sam
     request = Request(data=Path(data), **fields)
     if request.limit is not None and request.limit < 1:
         raise ValueError(f"limit must be at least 1, got {request.limit}")
-    if request.tasks and not suite.has_tasks:
+    if request.tasks and "tasks" not in suite.options:
         raise ValueError(f"suite {name!r} has no tasks to select from, got {request.tasks}")
     if not published and suite.builtin is None:
         raise ValueError(f"suite {name!r} has no built-in data: --data names {suite.wants}")
-    if request.length is not None and not (published and suite.has_length):
-        data_name = "the built-in data" if suite.has_length else f"suite {name!r}"
+    has_length = "length" in suite.options
+    if request.length is not None and not (published and has_length):
+        data_name = "the built-in data" if has_length else f"suite {name!r}"
         raise ValueError(f"length={request.length}: {data_name} has lengths of its own")
     drawn = stands_for(request.data, DRAWINGS)
-    if drawn and not suite.draws:
-        drawing_suites = ", ".join(other for other in SUITES if SUITES[other].draws)
+    if drawn and DRAWINGS not in suite.words:
+        drawing_suites = ", ".join(x for x, other in SUITES.items() if DRAWINGS in other.words)
         raise ValueError(f"suite {name!r} does not read drawings: {drawing_suites} do")
     builtin = suite.builtin if drawn or not published else None
-    fixed_questions = not suite.has_questions or (builtin is None and name == "mmvet")
+    fixed_questions = "questions" not in suite.options or (builtin is None and name == "mmvet")
     if request.questions < 1 or (fixed_questions and request.questions != 1):
         data_name = f"suite {name!r}" + (f" of {data}" if published else "")
         raise ValueError(

@@ -270,5 +270,5 @@ _READINGS = {
     "qa_squad": ("squad.json", "SQuAD", _squad),
     "qa_hotpot": ("hotpot.json", "HotpotQA", _hotpot),
 }
-_OPTIONS = {"has_tasks": True, "has_length": True, "has_questions": True, "reads_stdlib": True}
-SUITE = Suite(load, builtin, note=NOTE, **_OPTIONS)
+_OPTIONS = ("tasks", "length", "questions")
+SUITE = Suite(load, builtin, note=NOTE, options=_OPTIONS, words=(files.STDLIB,))
