@@ -19,7 +19,7 @@ from mmkv.calls import cache_in
 
 D = 250  # a head dimension that nothing else has: it tells keys, values and queries from the rest
 HEADS = 4
-POLICIES = ["full", "prefixkv", "snapkv", "adakv", "h2o", "condense"]
+POLICIES = ["prefixkv", "adakv", "h2o", "condense"]
 
 
 @pytest.fixture(scope="module")

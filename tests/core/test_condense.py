@@ -186,14 +186,6 @@ def test_a_token_written_over_a_group_stands_for_itself(models):
             assert held.any()
 
 
-def test_a_layer_that_is_not_compressed_has_no_groups(models):
-    model, inputs = models("llama"), make_inputs("llama", (40,))
-    cache = prefilled(model, inputs, "snapkv", 0.5, window=6)
-    weights, member = cache.groups(1)
-    assert weights.shape == (1, 2, 0)
-    assert torch.equal(member, torch.full((1, 2, 40), -1))
-
-
 def test_a_later_score_is_told_what_groups_weigh(models):
     """The layer's attention adds the logarithm of a group's weight, so its score does."""
     given = []

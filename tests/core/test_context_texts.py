@@ -82,18 +82,15 @@ def test_pictures_are_asked_about_in_words():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", [True, False])
-def test_a_document_is_asked_about_in_words(system, tmp_path):
+def test_a_document_is_asked_about_in_words(tmp_path):
     model, tokenizer = smollm2()
     document = "The keeper's dog is called Pepper.", "The mayor is John Fisk."
-    before = [{"role": "system", "content": "Answer briefly."}] if system else []
-    read = [*before, {"role": "user", "content": document[0]}] if system else document[0]
 
     def whole(*words):
-        return [*before, {"role": "user", "content": "\n\n".join(words)}]
+        return [{"role": "user", "content": "\n\n".join(words)}]
 
     with mmkv.wrapped(model, budget=1.0):
-        context = mmkv.read(model, read, processor=tokenizer)
+        context = mmkv.read(model, document[0], processor=tokenizer)
         questions = ["What is the dog called?", "Who?"]
         assert seen(context, questions[0]) == ids_of(tokenizer, whole(document[0], questions[0]))
         given = torch.tensor([ids_of(tokenizer, whole(document[0], questions[0]))])

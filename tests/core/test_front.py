@@ -179,11 +179,6 @@ def test_a_compiled_model_is_as_fast_as_it_was(when):
     assert len(graphs) <= 2, "one for a prompt's logits, one for a step's"
 
 
-def test_what_other_libraries_call_a_budget():
-    with pytest.raises(ValueError, match=r"give what is kept, budget=0\.2"):
-        mmkv.get_policy("snapkv", compression_ratio=0.8)
-
-
 def test_a_notebook_shows_one_line(capsys):
     """By IPython's protocol for an object that displays itself."""
     model = mmkv.wrap(make_model("llama"), "local", 0.3)

@@ -208,8 +208,7 @@ def test_extreme_scores(policy, extreme):
 SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score.ranks]
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-@cases("share", [0.3, 1.0], 0.3)
+@pytest.mark.parametrize(("odd", "share"), [(math.nan, 0.3), (math.inf, 0.3), (-math.inf, 1.0)])
 @cases("policy", [x for x in SCORED if x != "full"], "prefixkv", "adakv", "h2o", "squeeze")
 def test_scores_that_are_no_numbers(policy, share, odd):
     """Infinite scores: still the oracle and the budget. NaN is refused: it ranks nothing."""
@@ -251,8 +250,12 @@ def test_a_model_that_has_overflowed(policy):
     assert policy == "full" or spends(held[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@cases("policy", mmkv.list_policies(), "adakv", "h2o")
+@cases(
+    "policy, dtype",
+    [(x, torch.float16) for x in mmkv.list_policies()]
+    + [(x, torch.bfloat16) for x in ("adakv", "h2o", "condense", "prefixkv")],
+    *("adakv", "h2o"),
+)
 def test_half_precision(policy, dtype):
     """As near to float32 over the same tokens as the plain model in half precision is."""
     model, inputs = make_model("llama").to(dtype), make_inputs("llama", (60, 33))
@@ -285,7 +288,7 @@ def test_half_precision(policy, dtype):
 
 @pytest.mark.slow
 def test_soak():
-    """300 generations with changing policy, budget and prompt leave nothing behind.
+    """200 generations with changing policy, budget and prompt leave nothing behind.
 
     One in five is ended in its prompt, in a decode step or between two layers by an interrupt or an
     exception; the wrapped model then goes on, and answers as a fresh one does.
@@ -294,7 +297,7 @@ def test_soak():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     attributes = {name: sorted(vars(x)) for name, x in model.named_modules()}
     rng, held, answered = random.Random(0), [], 0
-    for i in range(300):
+    for i in range(200):
         policy = rng.choice(mmkv.list_policies())
         lengths = (rng.randrange(14, 40), rng.randrange(30, 60))
         inputs = make_inputs("llama", lengths, seed=i)
@@ -318,7 +321,7 @@ def test_soak():
             held.append(sum(storages().values()))
     print(f"bytes of tensors alive after every 100 generations: {held}")  # pytest -rP shows it
     assert len(set(held)) == 1, held
-    assert answered == 12
+    assert answered == 8
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert {name: sorted(vars(x)) for name, x in model.named_modules()} == attributes
 

@@ -32,6 +32,7 @@ LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
         (None, {}, r"policy=None: expected a name or a Policy object"),
         (mmkv.Policy, {}, r"or a Policy object: call it, Policy\(\)"),
         ("snapkv", {"windw": 3}, r"option of policy 'snapkv' 'windw'. Did you mean 'window'"),
+        ("snapkv", {"compression_ratio": 0.8}, r"give what is kept, budget=0\.2"),
         ("streaming", {"window": 3}, r"'window' has no effect"),
         ("full", {"window": 3}, r"'window' has no effect"),
         ("full", {"least": 3}, r"'least' has no effect on policy 'full'"),

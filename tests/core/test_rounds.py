@@ -17,8 +17,9 @@ ROUNDS = {"decode": "rounds", "every": 10, "latest": 6}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [0.25, 30])
-@pytest.mark.parametrize("policy", ["condense", "snapkv", "prefixkv"])
+@pytest.mark.parametrize(
+    ("policy", "budget"), [("condense", 0.25), ("snapkv", 30), ("prefixkv", 0.25)]
+)
 def test_the_budget_holds_for_all_tokens_seen(models, policy, budget):
     """However long the reply: but for those that did not compete yet, no more is held."""
     model, inputs = models("llama"), make_inputs("llama", (70, 40))

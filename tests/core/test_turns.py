@@ -6,37 +6,34 @@ import pytest
 import torch
 
 import mmkv
-from helpers import zoo
 from helpers.marks import cases, since
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import continued, make_inputs, next_turn, row_of
-from helpers.oracle import ROWS, VARIANTS, generate, options_of
-from mmkv.attach import attention
+from helpers.oracle import IN_ROWS, ROWS, VARIANTS, generate, options_of
 from mmkv.cache.prompt_kv import PromptKV
 
 FIRST, SECOND = 8, 8  # tokens generated in each turn
 ROUNDS = {"decode": "rounds", "every": 4}
 
 
-@cases("rows, chunk", [("one", 13), ("padded", 33)], ("padded", 33))
 @cases("variant", VARIANTS, "prefixkv", "adakv", "h2o", "streaming", "squeeze", ids=str)
-def test_a_prompt_in_chunks_is_the_prompt(models, variant, rows, chunk):
+def test_a_prompt_in_chunks_is_the_prompt(models, variant):
     """prefill_chunk_size evicts once, when the prompt is complete, and changes nothing else."""
-    model, inputs = models("llama"), make_inputs("llama", ROWS[rows])
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
         logits, tokens, _, held = generate(model, inputs, new=6)
-        chunked, words, _, kept = generate(model, inputs, new=6, prefill_chunk_size=chunk)
+        chunked, words, _, kept = generate(model, inputs, new=6, prefill_chunk_size=33)
     assert torch.equal(tokens, words)
     torch.testing.assert_close(chunked, logits, atol=1e-4, rtol=0)
     for one, other in zip(held, kept, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "chunk"), [("one", 20), ("padded", 55)])
-@cases("variant", VARIANTS, "prefixkv", "h2o", "snapkv", "condense", ids=str)
-def test_evicting_after_every_chunk_equals_masking(models, variant, rows, chunk):
+@cases("variant, rows", IN_ROWS, "prefixkv", "h2o", "snapkv", "condense", ids=str)
+def test_evicting_after_every_chunk_equals_masking(models, variant, rows):
     """evict_chunks=True: every chunk competes with what the chunks before it left."""
     model, inputs = models("llama"), make_inputs("llama", ROWS[rows])
+    chunk = {"one": 20, "padded": 55}[rows]
     options = options_of(variant)
     with mmkv.wrapped(model, variant.policy, variant.budget, evict_chunks=True, **options):
         logits, words, _, held = generate(model, inputs, new=6, prefill_chunk_size=chunk)
@@ -93,10 +90,9 @@ def held(output):
     return sum(block.nbytes for layer in layers for block in layer.blocks)
 
 
-@cases("name, rows", [("llama", "one"), ("llava-llama", "padded")], ("llava-llama", "padded"))
 @cases(
-    "variant",
-    VARIANTS,
+    "variant, rows",
+    IN_ROWS,
     "prefixkv",
     "adakv",
     "h2o",
@@ -104,8 +100,9 @@ def held(output):
     "condense",
     ids=str,
 )
-def test_turns_equal_masking(models, variant, name, rows):
+def test_turns_equal_masking(models, variant, rows):
     """A second turn competes with what the first one left; evicting is masking throughout."""
+    name = {"one": "llama", "padded": "llava-llama"}[rows]
     model, inputs = models(name), make_inputs(name, ROWS[rows])
     options = options_of(variant)
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
@@ -162,24 +159,6 @@ def test_a_row_that_lost_nothing_before_goes_on_as_alone(models, policy, decode)
     torch.testing.assert_close(together[:, :1], alone, atol=1e-4, rtol=0)
 
 
-def test_conversations_of_one_model_may_alternate():
-    """Models with three axes of positions remember how far the last call's pictures moved text."""
-    model = zoo.model_of("Qwen2_5_VLForConditionalGeneration")
-    first, other = (zoo.prompt(model, (60 + 28 * i,), seed=i, pictures=1 + i) for i in range(2))
-
-    def talk(between):
-        _, words, cache, _ = generate(model, first, new=3)
-        if between:
-            model.generate(**other, max_new_tokens=2)
-        turn = zoo.next_turn(model, first, words, picture=False)
-        return generate(model, turn, new=SECOND, past_key_values=cache)[0]
-
-    alone = talk(between=False)
-    with mmkv.wrapped(model, "condense", 1.0):
-        torch.testing.assert_close(talk(between=False), alone, atol=1e-4, rtol=0)
-        torch.testing.assert_close(talk(between=True), alone, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("policy", "options"), [("adakv", {"window": 6}), ("condense", {"least": 0})]
 )
@@ -218,19 +197,6 @@ def test_no_chunk_is_evicted_before_each_row_has_begun(models):
     for b, n in enumerate((60, 17)):
         kept = [int((out.past_key_values.kept(i)[b] >= 0).sum()) for i in range(3)]
         assert sum(kept) == 2 * round(0.5 * 3 * n)
-
-
-def test_a_first_prompt_alone_is_passed_through_before_it_is_read(models, monkeypatch):
-    """Of a later turn, what is left of earlier ones would not be seen there."""
-    model, inputs = models("llama"), make_inputs("llama", (60,))
-    passed, run = [], attention.run_mini_prefill
-    monkeypatch.setattr(attention, "run_mini_prefill", lambda *x: passed.append(1) or run(*x))
-    with mmkv.wrapped(model, "prefixkv", 0.5, allocation="mini-prefill", distance=3):
-        _, words, cache, _ = generate(model, inputs, new=4)
-        assert passed == [1]
-        second = next_turn(inputs, torch.cat([inputs["input_ids"], words], 1), image=False)
-        generate(model, second, new=4, past_key_values=cache)
-    assert passed == [1]
 
 
 def test_what_was_read_is_known_as_it_was(models):

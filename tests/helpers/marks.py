@@ -12,17 +12,18 @@ def cases(names: str, values: Iterable[Any], *fast: Any, **more: Any) -> pytest.
     """`pytest.mark.parametrize` with values that are all slow but `fast`.
 
     Those are values or what `str` makes of them. Where `names` has several arguments, each value is
-    a tuple of what they get.
+    a tuple of what they get, and the first of it will do.
     """
-    values = list(values)
-    missing = [x for x in fast if not any(x in (value, str(value)) for value in values)]
+    values, several = list(values), "," in names
+    known = [(x, str(x), *([str(x[0])] if several else [])) for x in values]
+    missing = [x for x in fast if not any(x in names_of for names_of in known)]
     if missing:
         raise ValueError(f"no such parameters: {missing}")
     found = [
         value
-        if value in fast or str(value) in fast
-        else pytest.param(*(value if "," in names else (value,)), marks=pytest.mark.slow)
-        for value in values
+        if any(x in fast for x in names_of)
+        else pytest.param(*(value if several else (value,)), marks=pytest.mark.slow)
+        for value, names_of in zip(values, known, strict=True)
     ]
     return pytest.mark.parametrize(names, found, **more)
 

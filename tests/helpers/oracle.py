@@ -1,6 +1,5 @@
 """The policies and options that the oracles run, and generation that says what was held."""
 
-from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -104,30 +103,45 @@ def options_of(variant: Variant) -> dict:
     return {**short(variant.policy), **dict(variant.options)}
 
 
-def _distinct(variants: list[Variant], way: Callable[[Policy], Any]) -> list[Variant]:
-    """The first of those that are alike in one way, for tests that look at nothing else."""
-    found: dict[Any, Variant] = {}
-    for variant in variants:
-        policy = mmkv.get_policy(variant.policy, **options_of(variant))
-        found.setdefault((way(policy), type(variant.budget)), variant)
-    return list(found.values())
-
-
-def _reading(policy: Policy) -> Any:
+def _reading(policy: Policy) -> set[Any]:
     """How a prompt is scored, sized and evicted: which parts, not which options."""
-    parts = policy.score, policy.layers, policy.heads, policy.merge
-    apart = policy.decode.every > 0, policy.reposition, policy.layers.mini_prefill
-    return *map(type, parts), *apart, policy.score.average_heads
+    parts = policy.score, policy.layers, policy.heads, policy.merge, policy.decode
+    apart = policy.reposition, policy.layers.mini_prefill, policy.score.average_heads
+    return {*map(type, parts), *enumerate(apart)}
 
 
 def _decoding(policy: Policy) -> Any:
     """What a decode step does: slots, head sizes, bias and positions."""
     grouped = policy.merge is not None and policy.merge.name == "groups"
-    return type(policy.decode), policy.heads.equal, grouped, policy.reposition, bool(policy.sinks)
+    weighed = policy.decode.name == "fixed" and policy.score.turn_reduction == "sum"
+    slots = type(policy.decode), weighed, bool(policy.sinks)
+    return *slots, policy.heads.equal, grouped, policy.reposition
+
+
+def _reading_once() -> list[Variant]:
+    """Every policy, and the variants with a part or a way to read that none before them has."""
+    found, seen = [], set[Any]()
+    for variant in VARIANTS:
+        ways = _reading(mmkv.get_policy(variant.policy, **options_of(variant)))
+        if ways - seen or (not variant.options and variant.budget == 0.3):
+            found.append(variant)
+        seen |= ways
+    return found
+
+
+def _decoding_once() -> list[Variant]:
+    """The first of those that decode in one way."""
+    found: dict[Any, Variant] = {}
+    for variant in REPLAYED:
+        policy = mmkv.get_policy(variant.policy, **options_of(variant))
+        found.setdefault((_decoding(policy), type(variant.budget)), variant)
+    return list(found.values())
 
 
 # For what takes long: each way of reading a prompt and of decoding once, whatever the options.
-READING, DECODING = _distinct(VARIANTS, _reading), _distinct(REPLAYED, _decoding)
+READING, DECODING = _reading_once(), _decoding_once()
+# Every variant in a padded batch, and each way of decoding with a single row.
+IN_ROWS = [(x, "padded") for x in VARIANTS] + [(x, "one") for x in DECODING]
 # Policies that decode in different ways.
 DECODERS = [v.policy for v in DECODING if not v.options and v.budget == 0.3]
 # For `make test`: these, and one of each way to size layers and heads.
