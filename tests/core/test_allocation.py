@@ -229,28 +229,6 @@ def test_pooled_retention_is_not_misled_by_rounding(n: int) -> None:
         assert of_row(pooled, importance, retention=k / n) == [k]
 
 
-@quick
-@given(st.integers(1, 6), st.integers(1, 12), seeds, st.booleans())
-def test_more_tokens_never_take_one_from_a_layer(L: int, N: int, seed: int, ties: bool) -> None:
-    importance = random(L, N, seed=seed)
-    if ties:
-        importance = importance.clamp(max=3).floor()
-    for allocate in (prefix, pooled):
-        before = [0] * L
-        for total in range(L * N + 1):
-            sizes = of_row(allocate, importance, total)
-            assert sum(sizes) == total
-            assert all(type(size) is int and size <= N for size in sizes)
-            assert all(new >= old for new, old in zip(sizes, before, strict=True))
-            before = sizes
-
-
-def test_equal_layers_share_equally() -> None:
-    for importance in (torch.ones(4, 10), torch.eye(10)[:1].expand(4, 10)):
-        for allocate in (prefix, pooled):
-            assert of_row(allocate, importance, 22) == [6, 6, 5, 5]
-
-
 DEGENERATE = [
     ("zeros count as uniform", [0, 0, 0, 0], [1, 1, 1, 1]),
     ("nan counts as 0", [3, math.nan, 1, 5], [3, 0, 1, 5]),

@@ -10,6 +10,7 @@ from helpers.marks import cases
 from helpers.models import IMAGE, VOCAB, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, prefilled, top, window_scores
 from helpers.sizes import row_sizes
+from mmkv.parts import slots
 from mmkv.registry import exact_share
 
 L, H, G = 3, 2, 2
@@ -192,8 +193,11 @@ def simulated(decode, first, n, size, steps, distance, sinks):
     ("streaming", {"sinks": 3}),
     ("h2o", {}),
 )
-def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengths, budget):
+def test_what_a_budget_means_for_generated_tokens(
+    models, policy, options, lengths, budget, monkeypatch
+):
     """grow: on top of it. ratio: its share of, or number among, all. fixed: in others' place."""
+    monkeypatch.setattr(slots, "AHEAD", 8)  # steps are planned five times
     model, inputs, new = models("llama"), make_inputs("llama", lengths), 40
     chosen = mmkv.get_policy(policy, **options)
     with mmkv.wrapped(model, chosen, budget):

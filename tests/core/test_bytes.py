@@ -77,12 +77,6 @@ def some_rows(model, inputs):
     return cache
 
 
-def rows_repeated(model, inputs):
-    cache = say(model, inputs)[1]
-    cache.batch_repeat_interleave(3)
-    return cache
-
-
 def a_copy(model, inputs):
     return copy.deepcopy(say(model, inputs)[1])
 
@@ -98,13 +92,11 @@ WAYS = {
     "greedy": generating(),
     "many tokens": generating(max_new_tokens=70),
     "beams": generating(num_beams=3),
-    "several beams": generating(num_beams=4, num_return_sequences=2),
     "several samples": generating(do_sample=True, num_return_sequences=3),
     "chunks": generating(prefill_chunk_size=16),
     "turns": turns,
     "turns with beams": turns_with_beams,
     "some rows": some_rows,
-    "rows repeated": rows_repeated,
     "a copy": a_copy,
     "started again": started_again,
 }

@@ -3,6 +3,7 @@
 import torch
 
 from mmkv.cache.forward_pass import ForwardPass
+from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
 
 
@@ -31,3 +32,13 @@ def test_keys_and_values_of_one_projection_are_counted_once():
     positions = torch.arange(3)[None, None]
     assert PromptKV(whole[..., :4], whole[..., 4:], positions).nbytes == 48 * 4
     assert PromptKV(whole.clone(), whole, positions).nbytes == 2 * 48 * 4
+
+
+def test_chunks_of_a_prompt_count_by_their_tokens():
+    """The mean similarity of four tokens at 1, then of two at 4; nothing where there is none."""
+    phase = Reading()
+    phase.compare(0, torch.tensor([1.0, 9.0]), torch.tensor([4, 0]))
+    phase.compare(0, torch.tensor([4.0, 5.0]), torch.tensor([2, 1]))
+    mean, tokens = phase.similarity[0]
+    assert mean.tolist() == [2.0, 5.0]
+    assert tokens.tolist() == [6, 1]

@@ -29,17 +29,6 @@ def settled(cuda):
     )
 
 
-def test_a_step_is_captured_on_its_own_device(cuda):
-    x = OnDevice(torch.zeros(3))
-    replay, out = capture(lambda: x.add_(1) * 2, DEVICE)
-    assert x.cpu().tolist() == [0, 0, 0]
-    for n in (1, 2):
-        replay()
-        assert x.cpu().tolist() == [n, n, n]
-        assert out.cpu().tolist() == [2 * n, 2 * n, 2 * n]
-    assert settled(cuda)
-
-
 def test_a_capture_that_recorded_nothing_is_an_error(cuda, monkeypatch):
     monkeypatch.setattr(cuda, "device", nullcontext)
     x = OnDevice(torch.zeros(3))

@@ -126,21 +126,6 @@ def test_positions_ahead_are_those_of_the_next_tokens(name):
     torch.testing.assert_close(sin, long.rotary.sin[:, -1:].float(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_chunked_prompt_is_seen_whole():
-    model = zoo.make("LlamaForCausalLM")
-    inputs = zoo.prompt(model, (60, 41))
-    whole = recorded(model, inputs)
-    Recording.seen.clear()
-    with mmkv.wrapped(model, mmkv.Policy(score=Recording()), 0.5):
-        model.generate(**inputs, max_new_tokens=1, prefill_chunk_size=25)
-    assert len(Recording.seen) == len(whole)
-    for layer, expected in zip(Recording.seen, whole, strict=True):
-        real = layer.valid[:, None, :, None]
-        for name in ("plain_query", "plain_key", "value"):
-            found, wanted = (getattr(x, name) for x in (layer, expected))
-            torch.testing.assert_close(found * real, wanted * real, atol=1e-4, rtol=1e-4)
-
-
 def test_in_a_later_turn_heads_are_rows_and_old_keys_stay_turned():
     model = zoo.make("LlamaForCausalLM")
     inputs = zoo.prompt(model, (60,))

@@ -17,9 +17,11 @@ L, H, G = 3, 2, 2
 
 
 @pytest.mark.parametrize("outputs", [False, True])
-def test_the_most_attention_of_any_query(outputs) -> None:
+def test_the_most_attention_of_any_query(outputs, monkeypatch) -> None:
+    """Of which two queries are looked at at a time."""
     torch.manual_seed(0)
     B, Q, N, D = 2, 6, 17, 8
+    monkeypatch.setattr("mmkv.policies.kvzip.tile", lambda device: H * G * N * 2)
     query, key = 2 * torch.randn(B, H * G, Q, D), 2 * torch.randn(B, H, N, D)
     valid = torch.rand(B, N) > 0.2
     valid[:, -2] = True
@@ -42,18 +44,6 @@ def test_the_most_attention_of_any_query(outputs) -> None:
                         a *= (value[b, h] @ weight[h * G + g].T).norm(dim=-1) / hidden[b, i].norm()
                     most = most.maximum(a)
             torch.testing.assert_close(found[b, h], most)
-
-
-def test_queries_are_looked_at_some_at_a_time(monkeypatch) -> None:
-    torch.manual_seed(1)
-    query, key = torch.randn(1, H * G, 9, 8), torch.randn(1, H, 20, 8)
-    given = {"query": query, "key": key, "value": key, "valid": torch.ones(1, 20) > 0}
-    weight = torch.randn(H * G, 12, 8)
-    layer = LayerInputs(**given, hidden=torch.randn(1, 9, 12), weight=lambda: weight)
-    whole = [Repetition(outputs=outputs)(layer) for outputs in (False, True)]
-    monkeypatch.setattr("mmkv.policies.kvzip.tile", lambda device: H * G * 20 * 2)
-    torch.testing.assert_close(Repetition()(layer), whole[0])
-    torch.testing.assert_close(Repetition(outputs=True)(layer), whole[1])
 
 
 def repeated_scores(model, embeds, size, asked, plus=False, sinks=4):

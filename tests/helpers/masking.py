@@ -343,9 +343,9 @@ def fed(model, inputs, tokens, **kwargs):
 def same_run(found, expected, atol=1e-4) -> None:
     """Whether two runs gave the same logits and tokens, and their caches hold the same."""
     (logits, tokens, cache), (wanted, words, plain) = found, expected
-    torch.testing.assert_close(logits.cpu(), wanted, atol=atol, rtol=0)
-    assert torch.equal(tokens.cpu(), words)
+    torch.testing.assert_close(logits.cpu(), wanted.cpu(), atol=atol, rtol=0)
+    assert torch.equal(tokens.cpu(), words.cpu())
     assert cache.get_seq_length() == plain.get_seq_length()
     for i in range(len(plain.layers)):
         assert cache.kept(i).device == logits.device
-        assert torch.equal(cache.kept(i).cpu(), plain.kept(i))
+        assert torch.equal(cache.kept(i).cpu(), plain.kept(i).cpu())
