@@ -10,7 +10,6 @@ from helpers.marks import cases
 from helpers.models import IMAGE, VOCAB, make_inputs, make_model, row_of
 from helpers.oracle import USUAL, generate, prefilled, top, window_scores
 from helpers.sizes import row_sizes
-from mmkv.parts import slots
 from mmkv.registry import exact_share
 
 L, H, G = 3, 2, 2
@@ -43,10 +42,7 @@ def test_a_short_row_keeps_what_its_shrunk_window_attends_to(models, policy, poo
 def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
     """In the report, and in one line of the log for a prompt; nothing where more fits in."""
     with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():
-        out = text_model.generate(
-            **make_inputs("llama", (200, 40, 12)), max_new_tokens=3, return_dict_in_generate=True
-        )
-        notes = out.past_key_values.report().notes
+        notes = generate(text_model, make_inputs("llama", (200, 40, 12)), new=3)[2].report().notes
         assert notes == [
             "row 1: budget 0.2 gives 8 of 40 tokens a layer, too few for window 32, sinks 4; "
             "its last 4 observe instead",
@@ -73,15 +69,13 @@ def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
 def test_generated_tokens_that_take_the_whole_budget_are_named(text_model):
     """A round of old generated tokens begins before a fifth of all holds the latest ones."""
     with mmkv.wrapped(text_model, "condense", 0.2, decode="rounds", latest=8, every=8, least=0):
-        out = text_model.generate(
-            **make_inputs("llama", (20,)), max_new_tokens=18, return_dict_in_generate=True
-        )
+        *_, cache, _ = generate(text_model, make_inputs("llama", (20,)), new=18)
     # 22 of 108 tokens over three layers, rounded.
     text = (
         "row 0: budget 0.2 gives 7.33 of 36 tokens a layer, too few for sinks 1, latest 8; 9 are "
         "kept"
     )
-    assert out.past_key_values.report().notes[-1] == text
+    assert cache.report().notes[-1] == text
 
 
 @cases("policy", mmkv.list_policies(), *USUAL)
@@ -193,11 +187,8 @@ def simulated(decode, first, n, size, steps, distance, sinks):
     ("streaming", {"sinks": 3}),
     ("h2o", {}),
 )
-def test_what_a_budget_means_for_generated_tokens(
-    models, policy, options, lengths, budget, monkeypatch
-):
+def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengths, budget):
     """grow: on top of it. ratio: its share of, or number among, all. fixed: in others' place."""
-    monkeypatch.setattr(slots, "AHEAD", 8)  # steps are planned five times
     model, inputs, new = models("llama"), make_inputs("llama", lengths), 40
     chosen = mmkv.get_policy(policy, **options)
     with mmkv.wrapped(model, chosen, budget):

@@ -2,9 +2,11 @@
 
 import torch
 
+import mmkv
 from mmkv.cache.forward_pass import ForwardPass
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
+from mmkv.cache.token_masks import TokenMasks
 
 
 class TestMasks:
@@ -42,3 +44,16 @@ def test_chunks_of_a_prompt_count_by_their_tokens():
     mean, tokens = phase.similarity[0]
     assert mean.tolist() == [2.0, 5.0]
     assert tokens.tolist() == [6, 1]
+
+
+def test_the_last_places_of_rows_with_gaps():
+    rows = [[1, 1, 0, 1, 0, 1], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
+    policy = mmkv.get_policy("h2o")
+    valid = torch.tensor(rows, dtype=torch.bool)
+    prompt = TokenMasks.of(policy, valid, budget=0.5, n_layers=1)
+    places = [[i for i, there in enumerate(row) if there] for row in rows]
+    for n in (1, 2, 3, 6, 8):
+        wanted = [([-1] * n + row)[-n:] for row in places]
+        assert prompt.last_places(n).tolist() == wanted
+    alike = TokenMasks.of(policy, valid[1:], budget=0.5, n_layers=1)
+    assert alike.last_places(2) is None

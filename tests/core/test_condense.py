@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 import mmkv
-from helpers.models import make_inputs, make_model
+from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import ROWS, generate, prefilled
 from mmkv.cache import selection
 from mmkv.cache.evict import _leaders
@@ -198,3 +198,32 @@ def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int
     free = (~expected).nonzero()[:, 0].tolist()
     expected[free[len(free) - room :]] = True
     assert torch.equal(rank[0, 0].isinf(), expected)
+
+
+def test_a_token_keeps_the_largest_score_of_all_turns(models, monkeypatch):
+    """What an earlier turn's observers would miss most stays, though no later one asks for it."""
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    found: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    importance = selection.importance
+
+    def recorded(policy, layer, windows):
+        scores = importance(policy, layer, windows)
+        found[layer.layer_idx].append(scores.reshape(1, 2, -1).clone())
+        return scores
+
+    monkeypatch.setattr(selection, "importance", recorded)
+    options = {"score": "observers", "chunk": 20}
+    with mmkv.wrapped(model, "snapkv", 0.5, **options):
+        _, words, cache, held = generate(model, inputs, new=2)
+        more = next_turn(inputs, torch.cat([inputs["input_ids"], words], 1), False, new=12)
+        *_, kept = generate(model, more, new=1, past_key_values=cache)
+    for layer in range(3):
+        first, second = found[layer]
+        place = torch.cat([held[1][layer], torch.arange(61, 74).expand(1, 2, 13)], -1)
+        known = first.gather(-1, held[1][layer].clamp(max=59))
+        known[..., held[1][layer][0, 0] >= 60] = 0  # generated since
+        best = second.clone()
+        best[..., : known.shape[-1]] = torch.maximum(best[..., : known.shape[-1]], known)
+        n = kept[0][layer].shape[-1]
+        want = place.gather(-1, best.topk(n, dim=-1).indices).sort(-1).values
+        assert torch.equal(kept[0][layer], want)

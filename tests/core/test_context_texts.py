@@ -203,7 +203,6 @@ def words(template, begins):
     return PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=template, **marks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("writes", [True, False])
 @pytest.mark.parametrize("chats", [True, False])
@@ -212,7 +211,7 @@ def test_a_prompt_begins_once_as_the_tokenizer_has_it(begins, writes, chats):
     first = "<s> " if writes and begins else ""
     template = first + "{% for m in messages %}user {{ m.content }} {% endfor %}" if chats else None
     mark, user = [0] * begins, [1] * chats
-    model = smollm2()[0]
+    model = tiny()[0]
     with mmkv.wrapped(model, budget=1.0):
         context = mmkv.read(model, "one two", processor=words(template, begins))
         assert context.inputs["input_ids"].tolist() == [[*mark, *user, 2, 3]]
@@ -223,20 +222,15 @@ def test_a_prompt_begins_once_as_the_tokenizer_has_it(begins, writes, chats):
     ("given", "match"),
     [
         (5, "or a tensor of ids, not 5"),
-        ([], r"or a tensor of ids, not \[\]"),
         ([1, 2], r"or a tensor of ids, not \[1, 2\]"),
         (torch.ones(2, 3), r"ids of torch\.float32 \[2, 3\]: expected ints"),
-        (torch.ones(1, 2, 3).long(), r"ids of torch\.int64 \[1, 2, 3\]"),
         ([{"role": "user"}], "expected a role and a content"),
-        ([{"content": "x"}], "expected a role and a content"),
         ([user({"type": "image", "image": "x.png"})], "a picture of PIL"),
         ([user({"type": "audio"})], "a picture of PIL"),
         ([user(picture(0))], "the tokenizer reads text only"),
         ("", "an empty text"),
         (["four", ""], "an empty text"),
         (torch.tensor([[5, -5]]), "ids from -5 to 5: expected 0 to 263"),
-        (torch.tensor([[10**6]]), "ids from 1000000 to 1000000: expected 0 to 263"),
-        (torch.tensor([[-1, 0]]), "ids from -1 to 0: expected 0 to 263"),
         (torch.tensor([[263, 264]]), "ids from 263 to 264: expected 0 to 263"),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 
 import mmkv
 from helpers.models import make_inputs, make_model
-from helpers.oracle import pool, prefilled, top
+from helpers.oracle import naive_attention, pool, prefilled, top
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.defensive import DefensiveAttention
 
@@ -46,14 +46,9 @@ def alone(layer: LayerInputs, b: int) -> list[dict]:
 
 def window_attention(head: dict, window: int) -> list[list[list[float]]]:
     """[G][window][N - window]."""
-    N, found = len(head["key"]), []
-    for query in head["query"]:
-        rows = []
-        for i in range(N - window, N):
-            logits = head["key"][: i + 1] @ query[i - N] * len(query[0]) ** -0.5
-            rows.append(logits.softmax(-1)[: N - window].tolist())
-        found.append(rows)
-    return found
+    key, M = head["key"], len(head["key"]) - window
+    observing = [query[-window:] for query in head["query"]]
+    return [naive_attention(x, key, scale=key.shape[1] ** -0.5)[:, :M].tolist() for x in observing]
 
 
 def naive(heads: list[dict], window: int, kernel: int, size: int | None, *, apart: bool = False):

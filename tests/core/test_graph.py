@@ -50,7 +50,7 @@ IN_ROWS = [(x, "one") for x in DECODING]
 IN_ROWS += [(x, "padded") for x in (Variant("adakv"), Variant("h2o"), POSTPONED[0], *IN_CODES)]
 
 
-@cases("variant, rows", IN_ROWS, "adakv", "h2o", IN_CODES[0], ids=str)
+@cases("variant, rows", IN_ROWS, "adakv", "h2o", str(IN_CODES[0]), ids=str)
 def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     model, inputs, options = models("llama"), make_inputs("llama", ROWS[rows]), options_of(variant)
     expected, tokens, plain = without_graph(model, variant, inputs, NEW, **options)

@@ -284,10 +284,13 @@ def check(talk, variant, b):
     return dropped
 
 
-@cases("chunk", [None, 13][: 1 if older_than("5.21") else 2], None)
+IN_CHUNKS = ["h2o", "prefixkv", "snapkv", "adakv", "xkv", "streaming"]
+
+
 @cases(
-    "variant",
-    VARIANTS,
+    "variant, chunk",
+    [(x, None) for x in VARIANTS]
+    + ([] if older_than("5.21") else [(Variant(x), 13) for x in IN_CHUNKS]),
     "h2o",
     "prefixkv",
     "snapkv",

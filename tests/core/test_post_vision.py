@@ -6,6 +6,7 @@ import torch
 import mmkv
 from helpers.marks import since
 from helpers.models import make_inputs, make_model
+from helpers.oracle import generate
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies import vlcache
 
@@ -90,10 +91,8 @@ def test_layers_keep_in_proportion_to_what_their_text_attends_to(chunk):
         shares.append(large.sum().item() / (paid > 0).sum().item())
     options = {} if chunk is None else {"prefill_chunk_size": chunk}
     with mmkv.wrapped(model, "vlcache", 0.3, threshold=threshold):
-        out = model.generate(
-            **inputs, max_new_tokens=1, do_sample=False, return_dict_in_generate=True, **options
-        )
-    sizes = [x.kept[0][0] for x in out.past_key_values.report().layers]
+        *_, cache, _ = generate(model, inputs, new=1, **options)
+    sizes = [x.kept[0][0] for x in cache.report().layers]
     total = round(0.3 * len(sizes) * 80)
     assert sum(sizes) == total
     assert len(set(sizes)) > 1

@@ -11,7 +11,7 @@ import mmkv
 from helpers import zoo
 from helpers.marks import cases
 from helpers.models import make_inputs, make_model
-from helpers.oracle import prefilled
+from helpers.oracle import generate, naive_attention, prefilled
 from mmkv import adapters
 from mmkv.attach import copy_probe
 from mmkv.loading import cache_folder
@@ -55,19 +55,12 @@ def naive_scores(query, key, n, scale, softcap):
     H, G, N = key.shape[1], query.shape[1] // key.shape[1], query.shape[2]
     found = []
     for u in range(H):
-        means = []
-        for g in range(G):
-            total = 0.0
-            for i in range(N - n, N):
-                logits = [
-                    float(query[0, u * G + g, i] @ key[0, u, j]) * scale for j in range(i + 1)
-                ]
-                if softcap:
-                    logits = [softcap * torch.tanh(torch.tensor(x / softcap)) for x in logits]
-                share = torch.tensor(logits).softmax(0)
-                total += float(share[i - n] + share[i - n + 1] + share[i - n + 2])
-            means.append(total / n)
-        found.append(max(means))
+        heads = [
+            naive_attention(query[0, u * G + g], key[0, u], scale=scale, softcap=softcap)
+            for g in range(G)
+        ]
+        means = [sum(float(a[i, i - n : i - n + 3].sum()) for i in range(N - n, N)) for a in heads]
+        found.append(max(means) / n)
     return found
 
 
@@ -208,9 +201,9 @@ def test_the_probe_waits_until_the_model_can_run(probed, later):
         assert not probed
         model.eval()
     inputs = make_inputs("llama", (300,))
-    out = model.generate(**inputs, max_new_tokens=2, return_dict_in_generate=True)
+    *_, cache, _ = generate(model, inputs, new=2)
     assert len(probed) == 1
-    counts = (out.past_key_values.kept(1)[0] >= 0).sum(-1)
+    counts = (cache.kept(1)[0] >= 0).sum(-1)
     assert counts[0] > 2 * counts[1]
 
 

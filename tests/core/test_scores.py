@@ -11,7 +11,7 @@ from torch import Tensor
 
 from helpers.memory import Outputs
 from helpers.models import left_padded
-from helpers.oracle import pool
+from helpers.oracle import naive_attention, pool
 from mmkv.scores import accumulated_attention, recency, window_attention
 from mmkv.scores import attention as tiling
 from mmkv.sizes.squeeze import residual_similarity
@@ -25,26 +25,6 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     generator = torch.Generator().manual_seed(seed)
     # Twice the usual spread, so that attention is far from uniform.
     return (2 * torch.randn(*shape, generator=generator)).to(dtype)
-
-
-def naive_attention(query: Tensor, key: Tensor, *, scale, softcap=None, mask=None, bias=None):
-    """Attention `[Q, N]` of one head's last `Q` tokens, in float64, one query after the other.
-
-    A query sees itself and what is before it, or what `mask` `[Q, N]` says; `bias` is `[N]`.
-    """
-    Q, N = len(query), len(key)
-    attention = torch.zeros(Q, N, dtype=torch.float64)
-    for i in range(Q):
-        seen = [j for j in range(N) if (j <= N - Q + i if mask is None else mask[i, j])]
-        logits = [scale * float(key[j].double() @ query[i].double()) for j in seen]
-        if softcap is not None:
-            logits = [softcap * math.tanh(x / softcap) for x in logits]
-        if bias is not None:
-            logits = [x + float(bias[j]) for x, j in zip(logits, seen, strict=True)]
-        total = sum(math.exp(x) for x in logits)
-        for j, x in zip(seen, logits, strict=True):
-            attention[i, j] = math.exp(x) / total
-    return attention
 
 
 def naive(query: Tensor, key: Tensor, *, window=None, weights=None, bias=None, **options):
@@ -210,14 +190,11 @@ MASKS = (MASK[..., 1:], MASK[:, :, 1:], MASK.expand(2, 4, -1, -1), MASK[:, 0], M
         ({"key": KEY[:1]}, r"batch.*\(2, 4, 20, 8\).*\(1, 2, 20, 8\)"),
         ({"query": QUERY[0]}, r"\[B, Hq, N, D\].*\(4, 20, 8\)"),
         ({"valid": torch.ones(2, 19).bool()}, r"\(2, 20\), got torch\.\w+ \(2, "),
-        ({"valid": torch.ones(2, 20)}, r"\(2, 20\), got torch\.\w+ \(2, "),
         *(({"mask": x}, r"mask .*\(2, 1, 20, 20\), got torch\.\w+ \(2, ") for x in MASKS),
         *(({"softcap": x}, f"softcap .*got {x}") for x in (0.0, -1.0, math.nan)),
         ({"window": 20}, "20 tokens.* window of 20"),
-        ({"window": 33}, "20 tokens.* window of 33"),
         ({"window": 0}, "window .*got 0"),
         ({"kernel_size": 4}, "odd number, got 4"),
-        ({"kernel_size": -1}, "odd number, got -1"),
         ({"pooling": "mean"}, "pooling .*'mean'"),
         ({"weights": torch.ones(3)}, r"\(4,\), got \(3,\)"),
         ({"weights": torch.tensor([1.0, -1, 1, 1])}, "not negative.*-1"),

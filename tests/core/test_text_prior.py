@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mmkv
-from helpers.masking import held_sets, masked_logits
+from helpers.masking import held_sets
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate
 
@@ -24,10 +24,7 @@ def test_any_score_lets_image_tokens_leave_first(policy):
     }.get(policy, (policy, {}))
     window = {"window": 4} if mmkv.get_policy(name).window_size else {}
     with mmkv.wrapped(model, name, 0.6, text_prior=True, **window, **options):
-        logits, tokens, _, held = generate(model, inputs, new=8)
-    merge = mmkv.get_policy(name, **options).merge
-    expected = masked_logits(model, inputs, tokens, held, merge=merge)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+        *_, held = generate(model, inputs, new=8)
     valid = inputs["attention_mask"].bool()
     image = inputs["input_ids"] == IMAGE
     lost = 0

@@ -205,16 +205,11 @@ def test_no_chunk_is_evicted_before_each_row_has_begun(models):
             layers = output.past_key_values.layers
             sizes.append([x.dense().positions.shape[2] for x in layers])
 
-        hook = model.register_forward_hook(look)
-        try:
-            out = model.generate(
-                **inputs, prefill_chunk_size=20, max_new_tokens=1, return_dict_in_generate=True
-            )
-        finally:
-            hook.remove()
+        with model.register_forward_hook(look):
+            *_, cache, _ = generate(model, inputs, new=1, prefill_chunk_size=20)
     assert sizes == [[20] * 3, [40] * 3, [30] * 3]
     for b, n in enumerate((60, 17)):
-        kept = [int((out.past_key_values.kept(i)[b] >= 0).sum()) for i in range(3)]
+        kept = [int((cache.kept(i)[b] >= 0).sum()) for i in range(3)]
         assert sum(kept) == 2 * round(0.5 * 3 * n)
 
 

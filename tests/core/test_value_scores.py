@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mmkv
 from helpers.models import random
-from helpers.oracle import pool
+from helpers.oracle import naive_attention, pool
 from mmkv.cache.selection import importance
 from mmkv.layer_inputs import LayerInputs
 from mmkv.scores import accumulated_attention, window_attention
@@ -46,18 +46,12 @@ def inputs(*, Q: int = N, softcap: float | None = None, masked: bool = False) ->
 
 def attention_of(layer: LayerInputs, b: int, head: int, i: int) -> dict[int, float]:
     """What query `i` of a row pays to each token that it sees."""
-    Q = layer.query.shape[2]
-    logits = {}
-    for j in range(N):
-        sees = j <= N - Q + i if layer.mask is None else bool(layer.mask[b, 0, i, j])
-        if not (sees and layer.valid[b, j]):
-            continue
-        x = 0.5 * float(layer.query[b, head, i].double() @ layer.key[b, head // G, j].double())
-        if layer.softcap is not None:
-            x = layer.softcap * math.tanh(x / layer.softcap)
-        logits[j] = x + float(layer.bias[b, head // G, j])
-    total = sum(math.exp(x) for x in logits.values())
-    return {j: math.exp(x) / total for j, x in logits.items()}
+    Q, h = layer.query.shape[2], head // G
+    mask = torch.ones(Q, N).tril(N - Q) > 0 if layer.mask is None else layer.mask[b, 0]
+    mask = (mask & layer.valid[b])[i : i + 1]
+    options = {"scale": 0.5, "softcap": layer.softcap, "mask": mask, "bias": layer.bias[b, h]}
+    paid = naive_attention(layer.query[b, head, i : i + 1], layer.key[b, h], **options)[0]
+    return {j: float(paid[j]) for j in mask[0].nonzero()[:, 0].tolist()}
 
 
 def read(paid: dict[int, float], value: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The policies and options that the oracles run, and generation that says what was held."""
 
+import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -182,6 +183,26 @@ def measured_similarity():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Reading, "compare", record)
         yield found
+
+
+def naive_attention(query, key, *, scale, softcap=None, mask=None, bias=None):
+    """Attention `[Q, N]` of one head's last `Q` tokens, in float64, one query after the other.
+
+    A query sees itself and what is before it, or what `mask` `[Q, N]` says; `bias` is `[N]`.
+    """
+    Q, N = len(query), len(key)
+    attention = torch.zeros(Q, N, dtype=torch.float64)
+    for i in range(Q):
+        seen = [j for j in range(N) if (j <= N - Q + i if mask is None else mask[i, j])]
+        logits = [scale * float(key[j].double() @ query[i].double()) for j in seen]
+        if softcap is not None:
+            logits = [softcap * math.tanh(x / softcap) for x in logits]
+        if bias is not None:
+            logits = [x + float(bias[j]) for x, j in zip(logits, seen, strict=True)]
+        total = sum(math.exp(x) for x in logits)
+        for j, x in zip(seen, logits, strict=True):
+            attention[i, j] = math.exp(x) / total
+    return attention
 
 
 def pool(values: list[float], kernel_size: int, pooling: str | None) -> list[float]:
