@@ -46,11 +46,11 @@ def without_graph(model, variant, inputs, new, **options):
 
 
 # In batches they are replayed by test_device, where a captured step must keep to the device too.
-IN_ROWS = [(x, "one") for x in DECODING]
-IN_ROWS += [(x, "padded") for x in (Variant("adakv"), Variant("h2o"), POSTPONED[0], *IN_CODES)]
+RUNS = [(x, "one") for x in DECODING]
+RUNS += [(x, "padded") for x in (Variant("adakv"), Variant("h2o"), POSTPONED[0], *IN_CODES)]
 
 
-@cases("variant, rows", IN_ROWS, "adakv", "h2o", str(IN_CODES[0]), ids=str)
+@cases("variant, rows", RUNS, "adakv", "h2o", str(IN_CODES[0]), ids=str)
 def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     model, inputs, options = models("llama"), make_inputs("llama", ROWS[rows]), options_of(variant)
     expected, tokens, plain = without_graph(model, variant, inputs, NEW, **options)
@@ -83,6 +83,7 @@ def codes(block, other):
         ({}, {"num_beams": 2}, "num_beams=2"),
         ({}, {"disable_compile": True}, "disable_compile=True"),
         ({"graph": False}, {}, "graph=False"),
+        ({"decode": "rounds"}, {}, "decode='rounds': rounds of generated tokens are scored"),
     ],
 )
 def test_what_is_not_captured(models, on_cpu, caplog, wrap, options, why):

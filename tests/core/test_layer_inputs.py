@@ -1,5 +1,7 @@
 """What a score is given of a layer, against what the layer's own modules compute."""
 
+import sys
+
 import pytest
 import torch
 
@@ -44,11 +46,22 @@ def recorded(model, inputs):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_output_projection_is_the_models(name):
-    """The heads' outputs, projected one by one and added up, are the attention module's output."""
+def test_a_layer_is_what_its_modules_compute(name, monkeypatch):
+    """Queries and keys are what the model turned, and turned once more what it attended with.
+
+    The heads' outputs, projected one by one and added up, are the attention module's output.
+    """
     model = zoo.make(name)
-    inputs, outputs = zoo.prompt(model, (40, 23)), {}
+    inputs, outputs, before = zoo.prompt(model, (40, 23)), {}, []
     parts = mmkv.adapters.find(model)
+    module = sys.modules[type(parts.attentions[0]).__module__]
+    original = getattr(module, "apply_rotary_pos_emb", None)
+    if original is not None:
+        monkeypatch.setattr(
+            module,
+            "apply_rotary_pos_emb",
+            lambda q, k, *args, **more: (before.append((q, k)), original(q, k, *args, **more))[1],
+        )
     hooks = [
         x.register_forward_hook(lambda m, a, out, i=i: outputs.__setitem__(i, out[0]))
         for i, x in enumerate(parts.attentions)
@@ -75,24 +88,6 @@ def test_the_output_projection_is_the_models(name):
         torch.testing.assert_close(
             found * real, outputs[layer.layer_idx] * real, atol=1e-4, rtol=1e-4
         )
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_queries_and_keys_before_rotary_embedding(name, monkeypatch):
-    """They are what the model turned, and turned once more they are what it attended with."""
-    import sys
-
-    model = zoo.make(name)
-    parts, before = mmkv.adapters.find(model), []
-    module = sys.modules[type(parts.attentions[0]).__module__]
-    original = getattr(module, "apply_rotary_pos_emb", None)
-    if original is not None:
-        monkeypatch.setattr(
-            module,
-            "apply_rotary_pos_emb",
-            lambda q, k, *args, **more: (before.append((q, k)), original(q, k, *args, **more))[1],
-        )
-    layers = recorded(model, zoo.prompt(model, (40, 23)))
     if original is None:
         assert all(x.rotary is None for x in layers)
         assert all(torch.equal(x.plain_key, x.key) for x in layers)

@@ -120,18 +120,6 @@ def test_a_ratio_is_of_the_tokens_seen_where_that_is_more(models, sinks):
             assert {int(x) for layer in layers for x in pairs_of(layer)[b]} == {want}, (t, b)
 
 
-@pytest.mark.slow
-def test_rounds_keep_the_floor_of_all_tokens_seen(models):
-    model, inputs = models("llama"), make_inputs("llama", (30,))
-    options = {"decode": "rounds", "every": 5, "latest": 5, "least": LEAST}
-    with mmkv.wrapped(model, "condense", 0.2, **options):
-        *_, held = generate(model, inputs, new=60)
-    counts = [totals(layers)[0] / L for layers in held]
-    assert counts[:10] == list(range(30, 40))
-    assert min(counts[10:]) == LEAST
-    assert max(counts) == LEAST + 4
-
-
 def test_learned_and_measured_layers_keep_their_proportions(models):
     """XKV's mean sizes of earlier requests and a profile's fractions, of the floor's total."""
     model, inputs = models("llama"), make_inputs("llama", (60,))

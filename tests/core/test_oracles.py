@@ -131,8 +131,10 @@ CHOSEN = [
         (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0]),
     ],
 )
+@pytest.mark.parametrize("steps", [0, 1])
 @cases("variant", CHOSEN, "h2o", "condense", ids=str)
-def test_rows_are_chosen_with_all_they_have(models, variant, choose, rows):
+def test_rows_are_chosen_with_all_they_have(models, variant, choose, rows, steps):
+    """Before the first step and after it."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     policy, options = variant.policy, options_of(variant)
     words = torch.arange(10, 16)[:, None, None]
@@ -147,7 +149,8 @@ def test_rows_are_chosen_with_all_they_have(models, variant, choose, rows):
 
     with mmkv.wrapped(model, policy, 0.3, **options), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
-        model(input_ids=torch.full((3, 1), 5), past_key_values=cache)
+        for _ in range(steps):
+            model(input_ids=torch.full((3, 1), 5), past_key_values=cache)
         chosen = copy.deepcopy(cache)
         choose(chosen)
         assert chosen.lengths == [ROWS["padded"][b] for b in rows]

@@ -1,4 +1,4 @@
-"""What a decode step does of a layer: few operations, none of which the host waits for."""
+"""What a decode step does of a layer: few operations."""
 
 import numpy as np
 import pytest
@@ -26,16 +26,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def kept(schedule, weighed, device):
-    """A layer's six rows in three blocks with room for four tokens, on a device without data."""
+def kept(schedule, weighed):
+    """A layer's six rows in three blocks with room for four tokens."""
     blocks = []
     for i, n in enumerate(LENGTHS):
         shape = (2, n + 4)
-        pair = torch.zeros(*shape, HEAD_DIM, device=device)
-        positions = torch.zeros(shape, dtype=torch.int32, device=device)
-        weights = torch.zeros(shape, device=device) if weighed else None
-        rows = np.array([2 * i, 2 * i + 1])
+        pair, positions = torch.zeros(*shape, HEAD_DIM), torch.zeros(shape, dtype=torch.int32)
+        weights = torch.zeros(shape) if weighed else None
         stored = pair, pair.clone(), positions, None
+        rows = np.array([2 * i, 2 * i + 1])
         blocks.append(PaddedBlock(rows, *stored, schedule(n), log_weights=weights))
         blocks[-1].set_bias(n)
     return KeptKV(blocks, 1, 6, [20])
@@ -50,35 +49,21 @@ def ring(n):
     return Ring(counts=counts, protected=np.array([0, 0]), capacity=counts)
 
 
-def step(layer, device):
-    """Two steps, and the operations of the second: what is made once is made by the first."""
-    query = torch.zeros(1, 12, 1, HEAD_DIM, device=device)
-    pair = torch.zeros(1, 6, 1, HEAD_DIM, device=device)
-    how = {"scale": 1.0, "softcap": None}
-    layer.attend(query, pair, pair, 51, **how)
-    with Operations() as operations:
-        out = layer.attend(query, pair, pair, 52, **how)
-    assert out.shape == (1, 1, 12, HEAD_DIM)
-    return operations.found
-
-
-CASES = pytest.mark.parametrize(
+@pytest.mark.parametrize(
     ("schedule", "weighed", "most"),
     # Of a block: two copies of pairs, and attention; then one that joins what they found. A slot
     # that is taken again has another position, and weighs one token again: three more.
     [(growing, True, 10), (growing, False, 10), (ring, True, 19)],
     ids=["groups", "growing", "ring"],
 )
-
-
-@CASES
 def test_few_operations(schedule, weighed, most):
-    found = step(kept(schedule, weighed, "cpu"), "cpu")
+    """Of the second of two steps: what is made once is made by the first."""
+    layer, pair = kept(schedule, weighed), torch.zeros(1, 6, 1, HEAD_DIM)
+    query, how = torch.zeros(1, 12, 1, HEAD_DIM), {"scale": 1.0, "softcap": None}
+    layer.attend(query, pair, pair, 51, **how)
+    with Operations() as operations:
+        out = layer.attend(query, pair, pair, 52, **how)
+    assert out.shape == (1, 1, 12, HEAD_DIM)
+    found = operations.found
     assert sum("scaled_dot_product" in name for name in found) == len(LENGTHS)
     assert len(found) <= most, found
-
-
-@CASES
-def test_the_host_waits_for_nothing(schedule, weighed, most):
-    """On a device without data: there, reading a value is an error."""
-    assert step(kept(schedule, weighed, "meta"), "meta")

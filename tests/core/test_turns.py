@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mmkv
-from helpers import zoo
-from helpers.marks import cases, since
+from helpers import masking, zoo
+from helpers.marks import cases
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import continued, make_inputs, next_turn, row_of
 from helpers.oracle import IN_ROWS, ROWS, VARIANTS, generate, options_of
@@ -206,7 +206,7 @@ def test_no_chunk_is_evicted_before_each_row_has_begun(models):
             sizes.append([x.dense().positions.shape[2] for x in layers])
 
         with model.register_forward_hook(look):
-            *_, cache, _ = generate(model, inputs, new=1, prefill_chunk_size=20)
+            *_, cache = masking.generate(model, inputs, new=1, prefill_chunk_size=20)
     assert sizes == [[20] * 3, [40] * 3, [30] * 3]
     for b, n in enumerate((60, 17)):
         kept = [int((cache.kept(i)[b] >= 0).sum()) for i in range(3)]
@@ -285,25 +285,3 @@ def test_a_changed_reply_is_refused_without_padding_too(models):
             with pytest.raises(ValueError, match=rf"row 0 differs at token {place}; "):
                 model.generate(other, past_key_values=copy.deepcopy(first.past_key_values))
         model.generate(turn, past_key_values=first.past_key_values, **options)
-
-
-@since("5.21")
-def test_chunks_of_a_later_turn_may_be_padding_in_a_row(models):
-    model, inputs = models("llama"), make_inputs("llama", (20, 12))
-    options = {"do_sample": False, "return_dict_in_generate": True}
-    turn = torch.full((2, 10), 9)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 12).long()], 1)
-    mask[1, 22:30] = 0
-    with mmkv.wrapped(model, "knorm", 0.5, evict_chunks=True):
-        first = model.generate(**inputs, max_new_tokens=2, **options)
-        out = model.generate(
-            torch.cat([first.sequences, turn], 1),
-            attention_mask=mask,
-            past_key_values=first.past_key_values,
-            prefill_chunk_size=4,
-            max_new_tokens=1,
-            **options,
-        )
-    for b, n in enumerate((32, 16)):
-        kept = [int((out.past_key_values.kept(i)[b] >= 0).sum()) for i in range(3)]
-        assert sum(kept) == 2 * round(0.5 * 3 * n)

@@ -129,7 +129,6 @@ WAYS = {
     "several samples": generating(do_sample=True, num_return_sequences=3),
     "beams": generating(num_beams=4),
     "several beams": generating(num_beams=4, num_return_sequences=2),
-    "drawn beams": generating(num_beams=4, do_sample=True),
     "penalties": generating(repetition_penalty=1.3, no_repeat_ngram_size=3),
     "guidance": generating(guidance_scale=1.5),
     "chunks": generating(prefill_chunk_size=None if older_than("5.23") else 16),
