@@ -221,20 +221,6 @@ def test_rows_that_begin_behind_the_first_chunks_are_sized_as_ever(plain):
     assert sizes[0] == sizes[1]
 
 
-def test_generated_tokens_are_in_no_group_of_the_prompts(plain):
-    """Also where the group of the first token is one: shares add up to the pairs held."""
-    led = 0
-    for n in range(50, 100, 10):
-        with mmkv.wrapped(plain.model, "condense", 0.3, least=0, sinks=0):
-            *_, cache, _ = generate(plain.model, make_inputs("llama", (n,)), new=6)
-        for layer in range(L):
-            shares, state = cache.shares(layer)[0], cache.layers[layer].state
-            assert shares[:, n:].tolist() == [[1.0] * 5] * H
-            torch.testing.assert_close(shares.sum(-1), state.counts()[0].float())
-            led += int((state.group_index == 0).any())
-    assert led > 0
-
-
 @pytest.mark.parametrize(
     ("policy", "options"),
     [

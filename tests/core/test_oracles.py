@@ -118,7 +118,8 @@ CHOSEN = [
     Variant("h2o", (("decode", "ratio"), ("distance", 2))),
     Variant("condense", (("decode", "rounds"), ("every", 3), ("latest", 2))),
     Variant("prefixkv", (("decode", "rounds"), ("every", 3), ("latest", 0))),
-    *(Variant(x, (("kv_dtype", "int4"),)) for x in ("prefixkv", "adakv", "streaming")),
+    # Heads of one row keep different numbers of tokens.
+    Variant("prefixkv", (("distance", 1), ("average_heads", False), ("heads", "adaptive"))),
 ]
 
 

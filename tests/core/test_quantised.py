@@ -240,6 +240,12 @@ def test_codes_are_multiplied_as_the_numbers_they_are_read_as(kv_dtype, D, monke
         torch.testing.assert_close(stored.mixed(weights), weights @ read)
 
 
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_rows_are_chosen_with_their_codes(kv_dtype):
+    stored, rows = QuantizedKV.of(some_tokens(16), kv_dtype), torch.tensor([2, 0, 2])
+    assert torch.equal(stored.index_select(0, rows)[:, :], stored[:, :][rows])
+
+
 def test_errors_name_the_value_and_change_nothing(text_model, monkeypatch):
     before = text_model.config._attn_implementation
     with pytest.raises(ValueError, match="kv_dtype='int3': expected 'int8' or 'int4', or None"):
