@@ -262,9 +262,8 @@ class ChatRequest(_TextRequest, _Templated):
         shared: dict[str, Any] = {
             "messages": messages(self.messages, pictures),
             "max_new_tokens": self.max_completion_tokens or self.max_tokens,
+            "template": self.template,
         }
-        if self.template:
-            shared["template"] = self.template
         options = {"logprobs": logprobs, "grammar": self.grammar}
         return [{**shared, "sampling": self.sampling(i, **options)} for i in range(self.n or 1)]
 

@@ -190,10 +190,8 @@ class Service:
     ) -> list[Any]:
         """Request a reply for each choice from the engine; `ending` cancels them."""
         images = await self._pictures(getattr(body, "messages", ()), input_memory)
-        shared: dict[str, Any] = {"timeout": self._timeout, "owner": request.state.owner}
-        shared |= body.mmkv.model_dump()
-        if (body.n or 1) > 1:
-            shared["repeated"] = True
+        shared = {"timeout": self._timeout, "owner": request.state.owner, **body.mmkv.model_dump()}
+        shared["repeated"] = (body.n or 1) > 1
         replies = list[Any]()
         for arguments in body.replies(images):
             replies.append(await self._call(self.engine.submit, **arguments, **shared))

@@ -141,6 +141,8 @@ class TestAnswers:
             ],
             "sampling": Sampling(temperature=0.5, top_p=0.9, top_k=5, seed=3, stop=("END", "STOP")),
             "max_new_tokens": 7,
+            "template": {},
+            "repeated": False,
             "timeout": 60,
             "owner": None,
             "policy": "snapkv",
