@@ -182,8 +182,7 @@ class Reader:
             step = model.prepare_inputs_for_generation(next_ids, next_sequence_length=1, **kwargs)
             position = input_ids.new_tensor([[input_ids.shape[1]]])
             request.position = step.get("position_ids", position)
-            unused = input_ids.new_zeros(1, request.max_new_tokens)
-            request.ids = torch.cat([input_ids, unused], dim=1)
+            request.ids = torch.nn.functional.pad(input_ids, (0, request.max_new_tokens))
             request.processors = logits_processor
             eos = getattr(config, "_eos_token_tensor", None)
             request.eos = frozenset() if eos is None else frozenset(eos.flatten().tolist())
