@@ -83,11 +83,11 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation, whole or as a stream."""
-        return await self._count_and_answer(request, api.ChatRequest, ChatAnswer)
+        return await self._answer(request, api.ChatRequest, ChatAnswer)
 
     async def complete(self, request: Request) -> Response:
         """Continue texts, whole or as a stream."""
-        return await self._count_and_answer(request, api.CompletionRequest, CompletionAnswer)
+        return await self._answer(request, api.CompletionRequest, CompletionAnswer)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Return the tokens of a text or a conversation."""
@@ -102,35 +102,32 @@ class Service:
         positions = getattr(self.engine, "positions", None)
         return {"count": len(tokens), "max_model_len": positions, "tokens": tokens}
 
-    async def _count_and_answer(self, request: Request, kind: Any, answer_type: Any) -> Response:
+    async def _answer(self, request: Request, kind: Any, answer_type: Any) -> Response:
+        clock = self.metrics.clock()
         try:
-            return await self._answer(request, kind, answer_type)
+            with ExitStack() as ending:
+                input_memory = ExitStack()  # of body and pictures, freed when the replies end
+                ending.callback(input_memory.close)
+                body = await self._read(request, kind, input_memory)
+                replies = await self._replies(request, body, input_memory, ending)
+                watcher = asyncio.create_task(_cancel_on_disconnect(request, replies))
+                ending.callback(watcher.cancel)
+                answer = answer_type(body, len(replies))
+                events = self._events(replies, clock, input_memory, ending)
+                # An answer that fails before its first token is an error, not a stream.
+                pieces = _pieces(answer, await anext(events), events)
+                if body.stream:
+                    stream = self._stream(body, answer, pieces, replies)
+                    return _Stream(stream, ending.pop_all())
+                all_pieces = [x async for x in pieces]
+                self._note(replies)
+                return JSONResponse(answer.whole(all_pieces, replies))
         except ClientDisconnect:
             self.metrics.ended("gone")
             return Response(status_code=499)  # as nginx has it; no client reads it
         except RequestError as error:
             self.metrics.ended(str(error.status))
             raise
-
-    async def _answer(self, request: Request, kind: Any, answer_type: Any) -> Response:
-        clock = self.metrics.clock()
-        with ExitStack() as ending:
-            input_memory = ExitStack()  # of body and pictures, freed when the replies end
-            ending.callback(input_memory.close)
-            body = await self._read(request, kind, input_memory)
-            replies = await self._replies(request, body, input_memory, ending)
-            watcher = asyncio.create_task(_cancel_on_disconnect(request, replies))
-            ending.callback(watcher.cancel)
-            answer = answer_type(body, len(replies))
-            events = self._events(replies, clock, input_memory, ending)
-            # An answer that fails before its first token is an error, not a stream.
-            pieces = _pieces(answer, await anext(events), events)
-            if body.stream:
-                stream = self._stream(body, answer, pieces, replies)
-                return _Stream(stream, ending.pop_all())
-            all_pieces = [x async for x in pieces]
-            self._note(replies)
-            return JSONResponse(answer.whole(all_pieces, replies))
         raise AssertionError  # for pyright: an ExitStack might swallow exceptions
 
     def _reserve(self, size: int, ending: ExitStack) -> None:
