@@ -44,7 +44,7 @@ class Request:
     tokens: int  # of the whole prompt
     max_bytes: int  # upper bound of its cache if it shares nothing
     text: TextStream
-    deadline: float | None
+    deadline: float  # by `time.monotonic`; inf: none
     reserved: int = 0  # bytes that its cache may still reach; 0 once it is in the pool
     # Its prefix, as long as others may share it; the request's cache begins as a copy of it.
     context: Context | None = None
@@ -70,8 +70,7 @@ class Request:
         """Why the request must end now: "cancelled", "timeout", or None."""
         if self.reply.cancelled:
             return "cancelled"
-        late = self.deadline is not None and time.monotonic() >= self.deadline
-        return "timeout" if late else None
+        return "timeout" if time.monotonic() >= self.deadline else None
 
     @property
     def seen(self) -> int:

@@ -207,7 +207,7 @@ class Engine:
             tokens=tokens,
             max_bytes=max_bytes,
             text=TextStream(self._tokenizer, sampling.stop),
-            deadline=None if timeout is None else time.monotonic() + timeout,
+            deadline=time.monotonic() + (float("inf") if timeout is None else timeout),
         )
         if sampling.echo and prefix is None and self._tokenizer is not None:
             text = self._tokenizer.decode(inputs["input_ids"][0], skip_special_tokens=True)
