@@ -123,9 +123,7 @@ def _policy_chosen(policy: str) -> list[Any]:
     """Show the controls of the policy's options, at its defaults."""
     defaults = policy_class(policy).options()
     return [
-        gr.update(visible=True, value=shown_option(hint, defaults[name]))
-        if name in defaults
-        else gr.update(visible=False)
+        gr.update(visible=name in defaults, value=shown_option(hint, defaults.get(name)))
         for name, hint in option_hints().items()
     ]
 
