@@ -146,13 +146,6 @@ def check_limits(question: str, settings: Settings) -> None:
         raise ValueError(f"temperature {settings.temperature}: expected a number from 0 to 2")
 
 
-def _explained(error: Exception) -> str:
-    if isinstance(error, ValueError):
-        return str(error)
-    logging.getLogger(__name__).error("an answer failed", exc_info=error)
-    return f"the model failed: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-
-
 def build(models: Models) -> gr.Blocks:
     """Build the page for these models, the first of which is selected."""
     with gr.Blocks(title="mmkv image chat", analytics_enabled=False, fill_width=True) as page:
@@ -254,7 +247,11 @@ def build(models: Models) -> gr.Blocks:
                             question: "",
                         }
             except Exception as error:
-                yield idle | {problem: views.message(_explained(error)), status: ""}
+                why = str(error)
+                if not isinstance(error, ValueError):
+                    logging.getLogger(__name__).exception("an answer failed")
+                    why = f"the model failed: {why.splitlines()[0] if why else 'no reason given'}"
+                yield idle | {problem: views.message(why), status: ""}
                 yield {turns: views.conversation(talk.turns if talk else [])}
 
         def halt(talk: Conversation | None) -> None:
