@@ -201,14 +201,11 @@ class Pool:
         """Attend from queries [R, G, D] to shared prefixes; return what `part` does, or ()."""
         if not self.prefixes:
             return ()
-        R, G, _ = query.shape
+        _, G, D = query.shape
+        query = query.view(len(self.members), -1, G, D)
         exact = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros(R, G, width, dtype=exact)
-        log_sums = out.new_full((R, G), -torch.inf)
-        by_member = [x.view(len(self.members), -1, *x.shape[1:]) for x in (query, out, log_sums)]
+        out = query.new_zeros(*query.shape[:3], width, dtype=exact)
+        log_sums = out.new_full(out.shape[:3], -torch.inf)
         for prefix in self.prefixes:
-            at = prefix.members[query.device]
-            parts = prefix.attend(layer, by_member[0][at], width, **options)
-            for result, new in zip(by_member[1:], parts, strict=True):
-                result[at] = new
-        return out, log_sums
+            prefix.attend(layer, query, out, log_sums, **options)
+        return out.flatten(0, 1), log_sums.flatten(0, 1)

@@ -188,30 +188,30 @@ class SharedPrefix:
         self.context = context
         # Indices of the members in the batch, int64 [m] on each device.
         self.members: dict[torch.device, Tensor] = {}
+        # Of each layer's blocks: heads, int64 [h], and what `part` takes of the slots in use.
         self._layers = [
             [_in_use(x) for x in layer.keeping().blocks if x.schedule.used]
             for layer in context.cache.compressed
         ]
 
     def attend(
-        self, layer: int, query: Tensor, width: int, *, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        """Attend from queries [m, H, G, D], as `part`: [m, H, G, width] and [m, H, G]."""
-        m, H, G, D = query.shape
-        rows = query.transpose(0, 1).reshape(H, m * G, D)
-        exact = torch.promote_types(query.dtype, torch.float32)
-        out = rows.new_zeros(H, m * G, width, dtype=exact)
-        log_sums = out.new_full((H, m * G), -torch.inf)
-        for at, *pairs in self._layers[layer]:
-            out[at], log_sums[at] = part(rows[at], *pairs, scale=scale, softcap=softcap)
-        return out.view(H, m, G, -1).transpose(0, 1), log_sums.view(H, m, G).transpose(0, 1)
+        self, layer: int, query: Tensor, out: Tensor, log_sums: Tensor, **options: Any
+    ) -> None:
+        """Attend from the members' queries, of [B, H, G, D]; write there what `part` returns."""
+        G, D = query.shape[2:]
+        members = self.members[query.device][:, None]
+        for heads, *pairs in self._layers[layer]:
+            at, h = (members, heads), len(heads)
+            rows = query[at].transpose(0, 1).reshape(h, -1, D)  # all queries of each head
+            attended, sums = part(rows, *pairs, **options)
+            out[at] = attended.view(h, -1, G, out.shape[-1]).transpose(0, 1)
+            log_sums[at] = sums.view(h, -1, G).transpose(0, 1)
 
 
 def _in_use(block: Any) -> tuple[Any, ...]:
-    """Return rows, and keys, values and bias of the slots in use; a row may use none."""
-    n = block.schedule.used
+    n = block.schedule.used  # of the longest row; a row may use none
     bias = None if block.bias is None else block.bias[:, :, :n]
-    return block.rows, block.keys[:, :n], block.values[:, :n], bias
+    return send(block.row_numbers, block.keys.device), block.keys[:, :n], block.values[:, :n], bias
 
 
 def part(
