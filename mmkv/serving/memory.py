@@ -43,10 +43,8 @@ class Bounds:
         """Bound the bytes while `new` more tokens are generated; None: as `prompt` says."""
         if cache.observes_replies or cache.postpones:
             return None
-        blocks = [block for layer in cache.compressed for block in layer.keeping().blocks]
         # Tensors outside the blocks do not grow.
-        other_bytes = cache.nbytes - sum(block.nbytes for block in blocks)
-        return other_bytes + sum(_grown(block, new) for block in blocks)
+        return cache.nbytes + sum(_grown(block, new) - block.nbytes for block in cache.blocks)
 
     def _kept_per_head(self, plan: CacheConfig, tokens: int, new: int) -> int:
         """Bound the pairs of the prompt that a head stores, mean over layers."""

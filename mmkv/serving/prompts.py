@@ -238,6 +238,6 @@ class Reader:
 
 def kept(cache: CompressedCache) -> int:
     """Return the tokens kept of a prompt, mean over layers and heads."""
-    blocks = [block for layer in cache.compressed for block in layer.keeping().blocks]
-    rows = sum(len(x.positions) for x in blocks)
-    return round(sum(len(x.positions) * float(x.schedule.counts.mean()) for x in blocks) / rows)
+    rows = sum(len(x.positions) for x in cache.blocks)
+    sizes = (len(x.positions) * float(x.schedule.counts.mean()) for x in cache.blocks)
+    return round(sum(sizes) / rows)
