@@ -31,8 +31,8 @@ class ChatAnswer:
         self._texts = [ToolText([x["function"]["name"] for x in tools]) for _ in range(n_choices)]
         self._n, self._started = request.n or 1, set[int]()
 
-    def add(self, i: int, event: Event) -> Piece | None:
-        """Return what one more event of the i-th reply adds to its choice; None: nothing yet."""
+    def add(self, i: int, event: Event) -> list[Piece]:
+        """Return what one more event of the i-th reply adds to its choice, a piece or none."""
         delta: dict[str, Any] = {}
         if i not in self._started:
             self._started.add(i)
@@ -41,8 +41,8 @@ class ChatAnswer:
             delta["content"] = text
         logprobs = self._logprobs(i, event.logprobs)
         if not delta and logprobs is None:
-            return None
-        return {"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+            return []
+        return [{"index": i, "delta": delta, "logprobs": logprobs, "finish_reason": None}]
 
     def end(self, i: int, reason: str) -> list[Piece]:
         """Return the last pieces of the i-th choice: the remaining text and calls, the reason."""
@@ -104,12 +104,12 @@ class CompletionAnswer(ChatAnswer):
         super().__init__(request, n_choices)
         self._lengths = [0] * n_choices  # characters of each choice so far
 
-    def add(self, i: int, event: Event) -> Piece | None:
+    def add(self, i: int, event: Event) -> list[Piece]:
         """Return what one more event adds to its choice, as `ChatAnswer.add` does."""
         logprobs = self._logprobs(i, event.logprobs)
         if not event.text and logprobs is None:
-            return None
-        return {"index": i, "text": event.text, "logprobs": logprobs, "finish_reason": None}
+            return []
+        return [{"index": i, "text": event.text, "logprobs": logprobs, "finish_reason": None}]
 
     def end(self, i: int, reason: str) -> list[Piece]:
         """Return the last piece of a choice, as `ChatAnswer.end` does."""

@@ -15,8 +15,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 
-from . import Busy, Closed, Event, Refused, api, pictures
-from .answers import ChatAnswer, CompletionAnswer
+from . import Busy, Closed, Refused, api, pictures
+from .answers import ChatAnswer, CompletionAnswer, Piece
 from .errors import Limits, RequestError, read
 from .metrics import Metrics
 
@@ -113,15 +113,15 @@ class Service:
                 watcher = asyncio.create_task(_cancel_on_disconnect(request, replies))
                 ending.callback(watcher.cancel)
                 answer = answer_type(body, len(replies))
-                events = self._events(replies, clock, input_memory, ending)
+                later = self._pieces(answer, replies, clock, input_memory, ending)
                 # An answer that fails before its first token is an error, not a stream.
-                pieces = _pieces(answer, await anext(events), events)
+                pieces = await anext(later)
                 if body.stream:
-                    stream = self._stream(body, answer, pieces, replies)
+                    stream = self._stream(body, answer, pieces, later, replies)
                     return _Stream(stream, ending.pop_all())
-                all_pieces = [x async for x in pieces]
+                pieces += [piece async for more in later for piece in more]
                 self._note(replies)
-                return JSONResponse(answer.whole(all_pieces, replies))
+                return JSONResponse(answer.whole(pieces, replies))
         except ClientDisconnect:
             self.metrics.ended("gone")
             return Response(status_code=499)  # as nginx has it; no client reads it
@@ -203,39 +203,40 @@ class Service:
         except Exception as error:
             raise _failure(error) from None
 
-    async def _events(
-        self, replies: list[Any], clock: Any, input_memory: ExitStack, ending: ExitStack
-    ) -> AsyncGenerator[tuple[int, Event | str]]:
-        """Yield the events of all replies as they come, and how each ended, unless one fails.
+    async def _pieces(
+        self,
+        answer: ChatAnswer,
+        replies: list[Any],
+        clock: Any,
+        input_memory: ExitStack,
+        ending: ExitStack,
+    ) -> AsyncGenerator[list[Piece]]:
+        """Yield the pieces of an answer at each event of its replies, unless one fails.
 
-        They are read whether the client reads the answer or not, so that `input_memory` is freed
-        when the replies end.
+        Replies are read whether the client reads the answer or not, so that `input_memory` is freed
+        when they end.
         """
-        queue = asyncio.Queue[tuple[int, Event | str | Exception]]()
+        queue = asyncio.Queue[list[Piece] | Exception | None]()
 
         async def read_reply(i: int, reply: Any) -> None:
             try:
                 async for event in reply:
-                    queue.put_nowait((i, event))
-                queue.put_nowait((i, self._reason(reply)))
+                    clock()
+                    queue.put_nowait(answer.add(i, event))
+                queue.put_nowait(answer.end(i, self._reason(reply)))
             except Exception as error:
-                queue.put_nowait((i, error))
+                queue.put_nowait(error)
 
         async def read_all() -> None:
             with input_memory:
                 await asyncio.gather(*map(read_reply, range(len(replies)), replies))
+            queue.put_nowait(None)
 
         ending.callback(asyncio.create_task(read_all()).cancel)
-        running = len(replies)
-        while running:
-            i, event = await queue.get()
-            if isinstance(event, Exception):
-                raise _failure(event) from None
-            if isinstance(event, Event):
-                clock()
-            else:
-                running -= 1
-            yield i, event
+        while (item := await queue.get()) is not None:
+            if isinstance(item, Exception):
+                raise _failure(item) from None
+            yield item
 
     def _reason(self, reply: Any) -> str:
         """Return why a reply ended; raise an error if it was cut off."""
@@ -248,18 +249,20 @@ class Service:
         raise ClientDisconnect
 
     async def _stream(
-        self, body: Any, answer: Any, pieces: Any, replies: list[Any]
+        self, body: Any, answer: Any, pieces: Any, later: Any, replies: list[Any]
     ) -> AsyncGenerator[str]:
         """Yield a stream's server-sent events; an error is the last one."""
         with_usage = body.stream_options is not None and body.stream_options.include_usage
         usage: dict[str, Any] = {"usage": None} if with_usage else {}
 
-        def as_event(piece: dict[str, Any]) -> str:
+        def as_event(piece: Piece) -> str:
             return f"data: {json.dumps(piece)}\n\n"
 
         try:
-            async for piece in pieces:
-                yield as_event({**answer.sent(piece), **usage})
+            while pieces is not None:
+                for piece in pieces:
+                    yield as_event({**answer.sent(piece), **usage})
+                pieces = await anext(later, None)
             self._note(replies)
             if with_usage:
                 yield as_event({**answer.sent(None), **answer.usage(replies)})
@@ -275,18 +278,6 @@ class Service:
         for reply in replies:
             self.metrics.ended(reply.finish_reason)
             self.metrics.kept(reply.usage.kept_tokens, reply.usage.prompt_tokens)
-
-
-async def _pieces(answer: Any, item: Any, events: Any) -> AsyncGenerator[dict[str, Any]]:
-    """Yield what a first event, further events and ends of replies add to an answer."""
-    while item is not None:
-        i, event = item
-        if isinstance(event, str):
-            for piece in answer.end(i, event):
-                yield piece
-        elif (piece := answer.add(i, event)) is not None:
-            yield piece
-        item = await anext(events, None)
 
 
 def _failure(error: Exception) -> Exception:
