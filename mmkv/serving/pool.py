@@ -187,25 +187,17 @@ class Pool:
     ) -> Tensor:
         """Return one layer's attention of a step, as `CompressedCache.attend`: [B, 1, Hq, Dv]."""
         B, Hq, _, D = query.shape
-        R = B * key.shape[1]
+        R, width = B * key.shape[1], value.shape[-1]
         key, value = (x.detach().reshape(R, -1) for x in (key, value))
-        query = query.reshape(R, -1, D)
+        query, prefix = query.reshape(R, -1, D), tuple[Tensor, ...]()
         with outside_inference_mode():
-            prefix = self._attend_to_prefixes(layer, query, value.shape[-1], **options)
+            if self.prefixes:
+                by_member = query.view(B, R // B, -1, D)
+                exact = torch.promote_types(query.dtype, torch.float32)
+                attended = query.new_zeros(*by_member.shape[:3], width, dtype=exact)
+                log_sums = attended.new_full(attended.shape[:3], -torch.inf)
+                for shared in self.prefixes:
+                    shared.attend(layer, by_member, attended, log_sums, **options)
+                prefix = attended.flatten(0, 1), log_sums.flatten(0, 1)
             out = self.layers[layer].attend(query, key, value, *prefix, **options)
         return refuse_gradient(out.view(B, 1, Hq, -1))
-
-    def _attend_to_prefixes(
-        self, layer: int, query: Tensor, width: int, **options: Any
-    ) -> tuple[Tensor, ...]:
-        """Attend from queries [R, G, D] to shared prefixes; return what `part` does, or ()."""
-        if not self.prefixes:
-            return ()
-        _, G, D = query.shape
-        query = query.view(len(self.members), -1, G, D)
-        exact = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros(*query.shape[:3], width, dtype=exact)
-        log_sums = out.new_full(out.shape[:3], -torch.inf)
-        for prefix in self.prefixes:
-            prefix.attend(layer, query, out, log_sums, **options)
-        return out.flatten(0, 1), log_sums.flatten(0, 1)
