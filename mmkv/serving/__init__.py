@@ -1,7 +1,8 @@
 """Continuous batching over a wrapped model: many requests, one batch, a promised size of cache."""
 
-from mmkv.serving.engine import Engine, EngineStats
+from mmkv.serving.engine import Engine
 from mmkv.serving.reply import Busy, Closed, Event, Refused, Reply, Sampling, Usage
+from mmkv.serving.worker import EngineStats
 
 __all__ = [
     "Busy",

@@ -129,7 +129,7 @@ class Batch:
         self.reading: list[Request] = []  # a short prompt is read within the one before it
         self.pool = Pool()
         self.stepping = False  # whether a step is under way
-        self.counts = Counter(tokens_generated=0, requests_done=0)
+        self.counts = Counter(tokens_generated=0, prompt_tokens=0, requests_done=0, prefix_hits=0)
         self._options: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if model._supports_logits_to_keep():
             self._options["logits_to_keep"] = 1

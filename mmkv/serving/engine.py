@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from functools import cached_property, lru_cache
 from typing import Any, SupportsFloat
 
@@ -25,30 +25,13 @@ from mmkv.serving import choose, prompts
 from mmkv.serving.batch import Request
 from mmkv.serving.memory import Bounds
 from mmkv.serving.reply import Event, Refused, Reply, Sampling, TextStream
-from mmkv.serving.worker import Limits, Worker
+from mmkv.serving.worker import EngineStats, Limits, Worker
 
 # Upper bound for options of a request's policy: no prompt has more tokens.
 _MAX_OPTION = 2**17
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """An engine's requests and bytes now (`None`: no limit), and its counts since it began."""
-
-    running: int
-    waiting: int
-    prefilling: int
-    cache_bytes: int
-    cache_memory: int | None
-    reserved_bytes: int  # upper bound of `cache_bytes`
-    prefixes: int  # stored to be shared
-    tokens_generated: int
-    prompt_tokens: int
-    requests_done: int  # for any reason
-    prefix_hits: int  # requests whose prefix had been read
-
-
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """An engine that serves many requests with one wrapped model.
 
     A reply equals what `model.generate` gives for its prompt alone, greedily and, with a seed,
@@ -258,14 +241,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return what the engine holds now, and its counts so far."""
-        return EngineStats(**self._worker.stats())
+        return self._worker.stats()
 
     def close(self) -> None:
         """End all requests ("cancelled") and the engine's thread."""
         self._worker.close()
-
-    def __enter__(self) -> Engine:
-        return self
 
     def __exit__(self, *args: object) -> None:
         self.close()

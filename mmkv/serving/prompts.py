@@ -17,7 +17,6 @@ from transformers import LogitsProcessorList
 from mmkv import chat
 from mmkv.attach.attachment import Attachment
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.config import CacheConfig
 from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks
 from mmkv.digest import of_tensors
 from mmkv.serving import choose
@@ -142,98 +141,85 @@ def checked(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     return moved
 
 
-class Reader:
-    """A reader of prompts for one wrapped model, in chunks of `chunk` tokens."""
+def chunk_size(attachment: Attachment, inputs: Mapping[str, Any], size: int) -> int | None:
+    """Return the tokens to read at a time, `size`; None: the prompt must be read at once."""
+    model: Any = attachment.model
+    # Older releases do not cut positions of several axes (Qwen-VL) rightly either.
+    if not reads_chunks(cache_in(inputs), hasattr(model.config, "vision_config")):
+        return None
+    if has_pictures(inputs) and not model._supports_mm_encoder_outputs():
+        return None
+    # Tokens of a picture or prompt that attend to later ones must be in the same chunk.
+    return None if attachment.parts.both_ways or "token_type_ids" in inputs else size
 
-    def __init__(self, attachment: Attachment, chunk: int) -> None:
-        self.model: Any = attachment.model
-        self.attachment, self.size = attachment, chunk
 
-    def cache(self, plan: CacheConfig) -> CompressedCache:
-        """Return an empty cache for one request."""
-        cache = CompressedCache(self.attachment.parts.config, plan)
-        cache.own_plan = plan is not self.attachment.plan
-        return cache
+def read(model: Any, request: Request, inputs: dict[str, Any], size: int | None) -> Tensor:
+    """Read a prompt, `size` tokens at a time; return the logits [1, V] of the reply's first token.
 
-    def chunk(self, inputs: Mapping[str, Any]) -> int | None:
-        """Return the tokens to read at a time; None: the prompt must be read at once."""
-        # Older releases do not cut positions of several axes (Qwen-VL) rightly either.
-        if not reads_chunks(cache_in(inputs), hasattr(self.model.config, "vision_config")):
-            return None
-        if has_pictures(inputs) and not self.model._supports_mm_encoder_outputs():
-            return None
-        # Tokens of a picture or prompt that attend to later ones must be in the same chunk.
-        both_ways = self.attachment.parts.both_ways or "token_type_ids" in inputs
-        return None if both_ways else self.size
+    `generate` prepares what differs between models: masks, positions, pictures, and logits
+    processors.
+    """
 
-    def read(self, request: Request, inputs: dict[str, Any]) -> Tensor:
-        """Read a prompt with the model; return the logits [1, V] of the reply's first token.
+    def prefill(model: Any, input_ids: Tensor, logits_processor: Any, **kwargs: Any) -> Tensor:
+        config, _ = kwargs.pop("generation_config"), kwargs.pop("stopping_criteria")
+        out = model._prefill(input_ids, config, kwargs)
+        kwargs = model._update_model_kwargs_for_generation(out, kwargs)
+        next_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
+        step = model.prepare_inputs_for_generation(next_ids, next_sequence_length=1, **kwargs)
+        position = input_ids.new_tensor([[input_ids.shape[1]]])
+        request.position = step.get("position_ids", position)
+        request.ids = torch.nn.functional.pad(input_ids, (0, request.max_new_tokens))
+        request.processors = logits_processor
+        eos = getattr(config, "_eos_token_tensor", None)
+        request.eos = frozenset() if eos is None else frozenset(eos.flatten().tolist())
+        return out.logits[:, -1].to(copy=True, dtype=torch.float32)
 
-        `generate` prepares what differs between models: masks, positions, pictures, and logits
-        processors.
-        """
-        first_logits: list[Tensor] = []
+    sampling = request.sampling
+    options: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
+    if sampling.draws:
+        options = {k: getattr(sampling, k) for k in options} | {"min_p": sampling.min_p or None}
+        request.generator = torch.Generator(model.device)
+        if sampling.seed is None:
+            request.generator.seed()
+        else:
+            request.generator.manual_seed(sampling.seed)
+    if sampling.repetition_penalty is not None:
+        options["repetition_penalty"] = sampling.repetition_penalty
+    with ExitStack() as ending:
+        if sampling.echo and sampling.logprobs is not None:
+            ending.callback(_note_logprobs(model, request, inputs).remove)
+            inputs = {**inputs, "logits_to_keep": 0}
+        return model.generate(
+            **inputs,
+            **options,
+            logits_processor=LogitsProcessorList(request.extra_processors),
+            do_sample=sampling.draws,
+            max_new_tokens=max(1, request.max_new_tokens),  # `prefill` chooses none
+            use_cache=True,
+            num_beams=1,
+            num_return_sequences=1,
+            prefill_chunk_size=size,
+            disable_compile=True,
+            custom_generate=prefill,
+        )
+    raise AssertionError  # for pyright: an ExitStack might swallow exceptions
 
-        def read(model: Any, input_ids: Tensor, logits_processor: Any, **kwargs: Any) -> Tensor:
-            config, _ = kwargs.pop("generation_config"), kwargs.pop("stopping_criteria")
-            out = model._prefill(input_ids, config, kwargs)
-            kwargs = model._update_model_kwargs_for_generation(out, kwargs)
-            next_ids = torch.cat([input_ids, input_ids[:, -1:]], dim=1)
-            step = model.prepare_inputs_for_generation(next_ids, next_sequence_length=1, **kwargs)
-            position = input_ids.new_tensor([[input_ids.shape[1]]])
-            request.position = step.get("position_ids", position)
-            request.ids = torch.nn.functional.pad(input_ids, (0, request.max_new_tokens))
-            request.processors = logits_processor
-            eos = getattr(config, "_eos_token_tensor", None)
-            request.eos = frozenset() if eos is None else frozenset(eos.flatten().tolist())
-            first_logits.append(out.logits[:, -1].to(copy=True, dtype=torch.float32))
-            return input_ids
 
-        sampling = request.sampling
-        options: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
-        if sampling.draws:
-            options = {k: getattr(sampling, k) for k in options} | {"min_p": sampling.min_p or None}
-            request.generator = torch.Generator(self.model.device)
-            if sampling.seed is None:
-                request.generator.seed()
-            else:
-                request.generator.manual_seed(sampling.seed)
-        if sampling.repetition_penalty is not None:
-            options["repetition_penalty"] = sampling.repetition_penalty
-        with ExitStack() as ending:
-            if sampling.echo and sampling.logprobs is not None:
-                ending.callback(self._note_logprobs(request, inputs).remove)
-                inputs = {**inputs, "logits_to_keep": 0}
-            self.model.generate(
-                **inputs,
-                **options,
-                logits_processor=LogitsProcessorList(request.extra_processors),
-                do_sample=sampling.draws,
-                max_new_tokens=max(1, request.max_new_tokens),  # `read` chooses none
-                use_cache=True,
-                num_beams=1,
-                num_return_sequences=1,
-                prefill_chunk_size=self.chunk(inputs),
-                disable_compile=True,
-                custom_generate=read,
-            )
-        return first_logits[0]
+def _note_logprobs(model: Any, request: Request, inputs: dict[str, Any]) -> Any:
+    """Add a hook that notes the log probabilities of the prompt's tokens, chunk by chunk."""
+    ids: list[int] = inputs["input_ids"][0].tolist()
+    tokenizer, top = request.text.tokenizer, request.sampling.logprobs or 0
+    first = "" if tokenizer is None else tokenizer.decode(ids[:1])
+    entries = [TokenLogprobs(Logprob(ids[0], first, None), ())]
 
-    def _note_logprobs(self, request: Request, inputs: dict[str, Any]) -> Any:
-        """Add a hook that notes the log probabilities of the prompt's tokens, chunk by chunk."""
-        ids: list[int] = inputs["input_ids"][0].tolist()
-        tokenizer, top = request.text.tokenizer, request.sampling.logprobs or 0
-        first = "" if tokenizer is None else tokenizer.decode(ids[:1])
-        entries = [TokenLogprobs(Logprob(ids[0], first, None), ())]
+    def note(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        if cache_in(kwargs) is inputs[CACHE]:  # the prompt's own pass, not a decode step
+            next_tokens = ids[len(entries) :][: out.logits.shape[1]]
+            logits = out.logits[0, : len(next_tokens)]
+            entries.extend(choose.logprobs(logits, next_tokens, top, tokenizer))
+            request.echo = request.echo._replace(logprobs=tuple(entries))
 
-        def note(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-            if cache_in(kwargs) is inputs[CACHE]:  # the prompt's own pass, not a decode step
-                next_tokens = ids[len(entries) :][: out.logits.shape[1]]
-                logits = out.logits[0, : len(next_tokens)]
-                entries.extend(choose.logprobs(logits, next_tokens, top, tokenizer))
-                request.echo = request.echo._replace(logprobs=tuple(entries))
-
-        return self.model.register_forward_hook(note, with_kwargs=True)
+    return model.register_forward_hook(note, with_kwargs=True)
 
 
 def kept(cache: CompressedCache) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,34 @@ from torch import Tensor
 
 from mmkv import contexts
 from mmkv.attach.attachment import Attachment
+from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import between, current
 from mmkv.calls import CACHE
 from mmkv.contexts import Context
 from mmkv.serving.batch import Batch, Request
 from mmkv.serving.memory import Bounds
 from mmkv.serving.pool import Pool
-from mmkv.serving.prompts import Reader, kept
+from mmkv.serving.prompts import chunk_size, kept, read
 from mmkv.serving.reply import Busy, Closed
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """An engine's requests and bytes now (`None`: no limit), and its counts since it began."""
+
+    running: int
+    waiting: int
+    prefilling: int
+    cache_bytes: int
+    cache_memory: int | None
+    reserved_bytes: int  # upper bound of `cache_bytes`
+    prefixes: int  # stored to be shared
+    tokens_generated: int
+    prompt_tokens: int
+    requests_done: int  # for any reason
+    prefix_hits: int  # requests whose prefix had been read
 
 
 @dataclass(frozen=True)
@@ -56,15 +74,14 @@ class Worker:
 
     def __init__(self, attachment: Attachment, limits: Limits, bounds: Bounds) -> None:
         self.model: Any = attachment.model
+        self.attachment = attachment
         self.limits, self.bounds = limits, bounds
-        self.reader = Reader(attachment, bounds.chunk)
         self.wake = threading.Condition()
         self.waiting: deque[Request] = deque()
         self.batch = Batch(self.model, limits.cache_memory is not None, self.wake)
         self.reading = self.batch.reading
         self.prefixes: OrderedDict[str, Context] = OrderedDict()
         self.closed = False
-        self._counts = Counter(prompt_tokens=0, prefix_hits=0)
         self._chunks, self._chunk_of = 0, None  # number read so far; request of the last
         # Seconds that the last whole chunk took, and this one so far; when the last step ended.
         self._gap, self._spent, self._rested = float("inf"), 0.0, 0.0
@@ -100,12 +117,12 @@ class Worker:
         """Return the requests that hold or may take memory."""
         return [*self.batch.running, *self.reading]
 
-    def stats(self) -> dict[str, Any]:
-        """Return the fields of `EngineStats`."""
+    def stats(self) -> EngineStats:
+        """Return what the engine holds now, and its counts so far."""
         with self.wake:
             live, contexts = self.live(), list(self.prefixes.values())
             caches = [x.cache for x in live if x.cache is not None]
-            return dict(
+            return EngineStats(
                 running=len(self.batch.running),
                 waiting=len(self.waiting),
                 prefilling=len(self.reading),
@@ -116,7 +133,6 @@ class Worker:
                 + self.batch.pool.most
                 + self.batch.pool.spare,
                 prefixes=len(contexts),
-                **self._counts,
                 **self.batch.counts,
             )
 
@@ -211,7 +227,7 @@ class Worker:
             request.shared = context is not None
             self.reading.append(request)
         if context is not None:
-            self._counts["prefix_hits"] += 1
+            self.batch.counts["prefix_hits"] += 1
             if request.key in self.prefixes:
                 self.prefixes.move_to_end(request.key)
         return request
@@ -281,8 +297,9 @@ class Worker:
         request.unread = request.tokens
         inputs = self._model_inputs(request)
         cache = request.cache = inputs[CACHE]
-        logits = self.reader.read(request, inputs)
-        self._counts["prompt_tokens"] += request.tokens
+        chunk = chunk_size(self.attachment, inputs, self.bounds.chunk)
+        logits = read(self.model, request, inputs, chunk)
+        self.batch.counts["prompt_tokens"] += request.tokens
         request.inputs, request.prefix = {}, None  # pictures are large
         request.kept_tokens = kept(cache)
         request.weigh()
@@ -293,12 +310,13 @@ class Worker:
 
     def _model_inputs(self, request: Request) -> dict[str, Any]:
         """Return the model's inputs for a request, with a cache of its own."""
-        if request.prefix is None:
-            return {**request.inputs, CACHE: self.reader.cache(request.plan)}
         context = request.context
         if context is None:
-            cache = request.cache = self.reader.cache(request.plan)
-            chunk = self.reader.chunk(request.prefix)
+            cache = request.cache = CompressedCache(self.attachment.parts.config, request.plan)
+            cache.own_plan = request.plan is not self.attachment.plan
+            if request.prefix is None:
+                return {**request.inputs, CACHE: cache}
+            chunk = chunk_size(self.attachment, request.prefix, self.bounds.chunk)
             context = contexts.read_into(cache, self.model, request.prefix, chunk)
             need = self._bytes_behind(request, context)
             request.cache, request.reserved = None, 0

@@ -24,6 +24,7 @@ from helpers.models import make_inputs, make_model
 from helpers.serving import WrittenEngine, data_url
 from mmkv import calls
 from mmkv.attach.attachment import attachment_of
+from mmkv.cache.compressed import CompressedCache
 from mmkv.calls import CACHE
 from mmkv.serving import Busy, Engine, errors, metrics, server
 from mmkv.serving import service as services
@@ -32,7 +33,7 @@ from mmkv.serving.batch import _let_go
 from mmkv.serving.errors import RequestError
 from mmkv.serving.memory import Bounds
 from mmkv.serving.pictures import _fetched, read_picture
-from mmkv.serving.prompts import Reader
+from mmkv.serving.prompts import chunk_size
 from mmkv.serving.reply import MOST_LOGPROBS, Sampling, TextStream, overlap
 from mmkv.serving.worker import Worker
 
@@ -322,11 +323,11 @@ def test_a_prompt_with_pictures_is_read_at_once_where_they_cannot_be_encoded_bef
     inputs = make_inputs("llava-llama", (60,))
     text = {k: x for k, x in inputs.items() if not x.is_floating_point()}
     with mmkv.wrapped(model, "full"):
-        reader = Reader(attachment_of(model), CHUNK)
-        assert reader.chunk(inputs) == reader.chunk(text) == CHUNK
+        at = attachment_of(model)
+        assert chunk_size(at, inputs, CHUNK) == chunk_size(at, text, CHUNK) == CHUNK
         monkeypatch.setattr(model, "_supports_mm_encoder_outputs", lambda: False)
-        assert (reader.chunk(inputs), reader.chunk(text)) == (None, CHUNK)
-        assert reader.chunk({**text, "token_type_ids": text["input_ids"]}) is None
+        assert (chunk_size(at, inputs, CHUNK), chunk_size(at, text, CHUNK)) == (None, CHUNK)
+        assert chunk_size(at, {**text, "token_type_ids": text["input_ids"]}, CHUNK) is None
 
 
 def test_older_releases_read_pictures_and_what_follows_a_cache_at_once(monkeypatch):
@@ -336,12 +337,12 @@ def test_older_releases_read_pictures_and_what_follows_a_cache_at_once(monkeypat
     for name, pictures in (("llama", False), ("llava-llama", True)):
         model, inputs = make_model(name), make_inputs("llama", (60,))
         with mmkv.wrapped(model, "full"), torch.no_grad():
-            reader = Reader(attachment_of(model), CHUNK)
-            new = reader.cache(attachment_of(model).plan)
+            at = attachment_of(model)
+            new = CompressedCache(at.parts.config, at.plan)
             for given in (inputs, {**inputs, CACHE: new}):
-                assert reader.chunk(given) == (None if pictures else CHUNK)
+                assert chunk_size(at, given, CHUNK) == (None if pictures else CHUNK)
             begun = model(**inputs, use_cache=True).past_key_values
-            assert reader.chunk({**inputs, CACHE: begun}) is None
+            assert chunk_size(at, {**inputs, CACHE: begun}, CHUNK) is None
             more = {k: torch.cat([x, x], 1) for k, x in inputs.items()} | {CACHE: begun}
             for given in (make_inputs(name, (60,)), more)[not pictures :]:
                 with pytest.raises(ValueError, match=f"prefill_chunk_size={CHUNK}.* update"):
