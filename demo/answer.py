@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -148,33 +150,44 @@ class _Draw(LogitsProcessor):
 
 
 def _steps(model: Any, options: dict[str, Any]) -> Generator[tuple[Tensor, Any]]:
-    """Generate; at each token, yield the ids of prompt and answer, int64 [N], and the cache."""
-    yield from model.generate(**options, custom_generate=_tokens)
+    """Generate; at each token, yield the ids of prompt and answer, int64 [N], and the cache.
 
+    `model.generate` runs in a thread that waits after every token until the next one is requested.
+    """
+    results: SimpleQueue[Tensor | BaseException | None] = SimpleQueue()
+    requested, ended, cache = threading.Semaphore(0), False, None
 
-@torch.no_grad()
-def _tokens(
-    model: Any,
-    input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
-    **options: Any,
-) -> Generator[tuple[Tensor, Any]]:
-    """Replace the loop of `generate` by one that waits until the next token is requested."""
-    replays = model._valid_auto_compile_criteria(options, generation_config)
-    forward = model.get_compiled_call(generation_config.compile_config) if replays else model
-    out = model._prefill(input_ids, generation_config, options)
-    while True:
-        logits = out.logits[:, -1].to(input_ids.device, torch.float32)
-        scores = logits_processor(input_ids, logits)
-        input_ids = torch.cat([input_ids, scores.argmax(-1, keepdim=True)], dim=1)
-        yield input_ids[0].cpu(), cache_in(out)  # waits for the device, so that time is measured
-        if bool(stopping_criteria(input_ids, scores)):
-            return
-        options = model._update_model_kwargs_for_generation(out, options)
-        inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **options)
-        out = forward(**inputs, return_dict=True)
+    def remember(module: Any, args: Any, output: Any) -> None:
+        nonlocal cache
+        cache = cache_in(output)
+
+    def pause(input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if not ended:
+            results.put(input_ids[0].cpu())  # waits for the device, so that its time is measured
+            requested.acquire()
+        return torch.full((len(input_ids),), ended, device=input_ids.device)
+
+    def run() -> None:
+        try:
+            model.generate(**options, stopping_criteria=[pause])
+            results.put(None)
+        except BaseException as error:
+            results.put(error)
+
+    hook = model.register_forward_hook(remember)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while (tokens := results.get()) is not None:
+            if isinstance(tokens, BaseException):
+                raise tokens
+            yield tokens, cache
+            requested.release()
+    finally:
+        ended = True
+        requested.release()
+        thread.join()
+        hook.remove()
 
 
 @dataclass(frozen=True)
