@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import transformers as tf
 from rich.console import Console
 
 import mmkv
-from helpers import configs
 from helpers.oracle import prefilled, short
 from helpers.zoo import PAD, VOCAB, inputs_of, model_of
 
@@ -59,10 +57,3 @@ def test_what_a_state_holds_cannot_be_hidden():
         mask[0, 7] = 0
         with pytest.raises(ValueError, match="in the state of linear attention: keep showing them"):
             model(input_ids=words(1, 1), attention_mask=mask, past_key_values=cache)
-
-
-def test_linear_attention_alone_is_refused():
-    kinds = ["linear_attention"] * 4
-    config = tf.Qwen3_5TextConfig(**configs.TEXT | {"num_hidden_layers": 4, "layer_types": kinds})
-    with pytest.raises(ValueError, match=r"or linear attention.*nothing to compress"):
-        mmkv.wrap(tf.Qwen3_5ForCausalLM(config).eval(), "prefixkv", 0.5)

@@ -6,18 +6,13 @@ either when it is computed in another way, hence the tolerance; eviction moves l
 
 import pytest
 import torch
-from transformers import (
-    BitsAndBytesConfig,
-    CLIPVisionConfig,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-)
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlavaForConditionalGeneration
 
 import mmkv
+from helpers.configs import CONFIGS
 from helpers.marks import cases
 from helpers.masking import Feed, masked_logits
-from helpers.models import IMAGE, PAD, make_inputs, make_model
+from helpers.models import PAD, make_inputs
 from helpers.oracle import generate, short
 
 ROWS = (60, 31, 44)
@@ -28,26 +23,17 @@ LOADED = {
 }
 
 
-def save(name, folder):
+CLASSES = {"llama": LlamaForCausalLM, "llava-llama": LlavaForConditionalGeneration}
+
+
+def save(cls, folder):
     """A tiny model whose layers have widths in multiples of 64, as 4 bits need."""
-    text = make_model("llama").config
-    text.intermediate_size = 128
+    config = CONFIGS[cls.__name__]()
+    config.get_text_config().intermediate_size = 128
+    if cls is LlavaForConditionalGeneration:
+        config.vision_config.hidden_size = config.vision_config.intermediate_size = 64
     torch.manual_seed(0)
-    if name == "llama":
-        LlamaForCausalLM(text).save_pretrained(folder)
-        return
-    vision = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=4,
-    )
-    config = LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1
-    )
-    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    cls(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +42,10 @@ def loaded(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("weights"), {}
 
     def get(name, bits):
+        cls = CLASSES[name]
         if not (folder / name).exists():
-            save(name, folder / name)
+            save(cls, folder / name)
         if (name, bits) not in made:
-            cls = LlamaForCausalLM if name == "llama" else LlavaForConditionalGeneration
             config = BitsAndBytesConfig(**LOADED[bits])
             model = cls.from_pretrained(folder / name, quantization_config=config).eval()
             model.generation_config.eos_token_id = None
@@ -70,9 +56,11 @@ def loaded(tmp_path_factory):
     return get
 
 
-@cases("policy", ["prefixkv", "h2o", "adakv", "streaming"], "adakv")
-@cases("bits", LOADED, "4 bits")
-@cases("name", ["llama", "llava-llama"], "llava-llama")
+@cases(
+    "name, bits, policy",
+    [(name, bits, policy) for name in CLASSES for bits in LOADED for policy in ("adakv", "h2o")],
+    ("llava-llama", "4 bits", "adakv"),
+)
 def test_weights_in_few_bits(loaded, name, bits, policy):
     model, inputs = loaded(name, bits), make_inputs(name, ROWS)
     kinds = {type(x).__name__ for x in model.get_decoder().modules()}
