@@ -37,15 +37,11 @@ _TOWER = {
     "image_size": 16,
 }
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_QWEN3_TOWER = {
-    "hidden_size": 32,
-    "out_hidden_size": 64,
-    "intermediate_size": 48,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0, 1],
-}
-_GLM_TOWER = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "image_size": 32}
-_QWEN3_5_TOWER = {k: v for k, v in _QWEN3_TOWER.items() if k != "deepstack_visual_indexes"}
+_QWEN_TOWER = {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}
+_QWEN2_5_TOWER = {**_QWEN_TOWER, "window_size": 16, "fullatt_block_indexes": [1]}
+_QWEN3_5_TOWER = {**_QWEN_TOWER, "num_position_embeddings": 64}
+_QWEN3_TOWER = {**_QWEN3_5_TOWER, "deepstack_visual_indexes": [0, 1]}
+_GLM_TOWER = {**_QWEN_TOWER, "image_size": 32}
 _HYBRID = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -59,7 +55,8 @@ _HYBRID = {
 _EXPERTS = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Half of each head is turned.
 _HALF = {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
-_ANYRES = [[16, 32], [32, 16], [32, 32]]
+_FLAT = {"vision_feature_layer": -1}
+_ANYRES = {**_FLAT, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
 
 
 def _text(cls: str, **changes: Any) -> Callable[[], Any]:
@@ -98,17 +95,6 @@ def _vision(cls: str, tower: Any, text: Any, **options: Any) -> Callable[[], Any
         return getattr(tf, cls)(
             vision_config=tower, text_config=text(), **dict.fromkeys(token, IMAGE), **options
         )
-
-    return make
-
-
-def _over(first: Callable[[], Any], text: Callable[[], Any]) -> Callable[[], Any]:
-    """A configuration with another decoder."""
-
-    def make() -> Any:
-        config = first()
-        config.text_config = text()
-        return config
 
     return make
 
@@ -162,6 +148,9 @@ def _gemma4(**text: Any) -> Callable[[], Any]:
 
 CLIP = {"model_type": "clip_vision_model", **_TOWER}
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER, "vision_use_head": False}
+_WIDE = {**_TOWER, "image_size": 32}
+_INTERN = {**_TOWER, "image_size": [32, 32], "patch_size": [4, 4]}
+_HALVED = {"downsample_ratio": 0.5}
 _PIXTRAL = {"model_type": "pixtral", **_TOWER, "image_size": 32, "head_dim": 16}
 # Queries are scaled by what the position is, from position 20 on.
 _YARN = {
@@ -171,14 +160,15 @@ _YARN = {
     "original_max_position_embeddings": 20,
     "llama_4_scaling_beta": 0.1,
 }
-_FLAT = {"vision_feature_layer": -1}
+_LLAMA, _QWEN2 = _text("LlamaConfig"), _text("Qwen2Config")
+_MISTRAL = _text("MistralConfig", sliding_window=None)
 
 # A model is "class" or "class:variant".
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "LlamaForCausalLM": _text("LlamaConfig"),
-    "MistralForCausalLM": _text("MistralConfig", sliding_window=None),
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _MISTRAL,
     "MixtralForCausalLM": _text("MixtralConfig", num_local_experts=4),
-    "Qwen2ForCausalLM": _text("Qwen2Config"),
+    "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _text("Qwen3Config", head_dim=16),
     "Phi3ForCausalLM": _text("Phi3Config", sliding_window=None),
     "GemmaForCausalLM": _text("GemmaConfig", head_dim=16),
@@ -194,41 +184,19 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "FalconForCausalLM:40b": _text(
         "FalconConfig", alibi=False, new_decoder_architecture=True, num_kv_heads=2
     ),
-    "LlavaForConditionalGeneration": _vision("LlavaConfig", CLIP, _text("LlamaConfig"), **_FLAT),
-    "LlavaForConditionalGeneration:mistral": _vision(
-        "LlavaConfig", CLIP, _text("MistralConfig", sliding_window=None), **_FLAT
-    ),
-    "LlavaNextForConditionalGeneration": _vision(
-        "LlavaNextConfig", CLIP, _text("LlamaConfig"), image_grid_pinpoints=_ANYRES, **_FLAT
-    ),
+    "LlavaForConditionalGeneration": _vision("LlavaConfig", CLIP, _LLAMA, **_FLAT),
+    "LlavaForConditionalGeneration:mistral": _vision("LlavaConfig", CLIP, _MISTRAL, **_FLAT),
+    "LlavaNextForConditionalGeneration": _vision("LlavaNextConfig", CLIP, _LLAMA, **_ANYRES),
     "LlavaNextForConditionalGeneration:mistral": _vision(
-        "LlavaNextConfig",
-        CLIP,
-        _text("MistralConfig", sliding_window=None),
-        image_grid_pinpoints=_ANYRES,
-        **_FLAT,
+        "LlavaNextConfig", CLIP, _MISTRAL, **_ANYRES
     ),
     "LlavaOnevisionForConditionalGeneration": _vision(
-        "LlavaOnevisionConfig",
-        _SIGLIP,
-        _text("Qwen2Config"),
-        image_grid_pinpoints=_ANYRES,
-        video_token_index=VIDEO,
-        **_FLAT,
+        "LlavaOnevisionConfig", _SIGLIP, _QWEN2, video_token_index=VIDEO, **_ANYRES
     ),
     "Qwen2VLForConditionalGeneration": _qwen_vl(
         "Qwen2VL", {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
     ),
-    "Qwen2_5_VLForConditionalGeneration": _qwen_vl(
-        "Qwen2_5_VL",
-        {
-            "hidden_size": 32,
-            "out_hidden_size": 64,
-            "intermediate_size": 48,
-            "window_size": 16,
-            "fullatt_block_indexes": [1],
-        },
-    ),
+    "Qwen2_5_VLForConditionalGeneration": _qwen_vl("Qwen2_5_VL", _QWEN2_5_TOWER),
     "Qwen3VLForConditionalGeneration": _qwen_vl("Qwen3VL", _QWEN3_TOWER, head_dim=16),
     "Qwen3VLMoeForConditionalGeneration": _qwen_vl("Qwen3VLMoe", _QWEN3_TOWER, **_EXPERTS),
     "Qwen3_5ForCausalLM": _text("Qwen3_5TextConfig", **_HYBRID),
@@ -249,21 +217,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
     ),
-    "InternVLForConditionalGeneration": _vision(
-        "InternVLConfig",
-        {**_TOWER, "image_size": [32, 32], "patch_size": [4, 4]},
-        _text("Qwen2Config"),
-        downsample_ratio=0.5,
-    ),
-    "Idefics3ForConditionalGeneration": _vision(
-        "Idefics3Config", {**_TOWER, "image_size": 32}, _text("LlamaConfig"), scale_factor=2
-    ),
-    "SmolVLMForConditionalGeneration": _vision(
-        "SmolVLMConfig", {**_TOWER, "image_size": 32}, _text("LlamaConfig"), scale_factor=2
-    ),
-    "Mistral3ForConditionalGeneration": _vision(
-        "Mistral3Config", _PIXTRAL, _text("MistralConfig", sliding_window=None), **_FLAT
-    ),
+    "InternVLForConditionalGeneration": _vision("InternVLConfig", _INTERN, _QWEN2, **_HALVED),
+    "Idefics3ForConditionalGeneration": _vision("Idefics3Config", _WIDE, _LLAMA, scale_factor=2),
+    "SmolVLMForConditionalGeneration": _vision("SmolVLMConfig", _WIDE, _LLAMA, scale_factor=2),
+    "Mistral3ForConditionalGeneration": _vision("Mistral3Config", _PIXTRAL, _MISTRAL, **_FLAT),
     "Mistral3ForConditionalGeneration:ministral3": _vision(
         "Mistral3Config",
         _PIXTRAL,
@@ -288,17 +245,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         _text("Gemma2Config", attn_logit_softcapping=5.0, **SLIDING),
         projection_dim=64,
     ),
+    "InternVLForConditionalGeneration:qwen3": _vision(
+        "InternVLConfig", _INTERN, _text("Qwen3Config", head_dim=16), **_HALVED
+    ),
+    "InternVLForConditionalGeneration:llama": _vision("InternVLConfig", _INTERN, _LLAMA, **_HALVED),
+    "LlavaForConditionalGeneration:qwen2": _vision("LlavaConfig", CLIP, _QWEN2, **_FLAT),
+    "LlavaNextForConditionalGeneration:qwen2": _vision("LlavaNextConfig", CLIP, _QWEN2, **_ANYRES),
 }
-
-
-# Every decoder a class may hold.
-for _name, _decoders in {
-    "InternVL": ("Qwen3", "Llama"),
-    "Llava": ("Qwen2",),
-    "LlavaNext": ("Qwen2",),
-}.items():
-    for _decoder in _decoders:
-        _first = CONFIGS[f"{_name}ForConditionalGeneration"]
-        CONFIGS[f"{_name}ForConditionalGeneration:{_decoder.lower()}"] = _over(
-            _first, _text(f"{_decoder}Config", **({"head_dim": 16} if _decoder == "Qwen3" else {}))
-        )
