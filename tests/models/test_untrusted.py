@@ -32,9 +32,6 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-# Code ------------------------------------------------------------------------------------------
-
-
 def test_sources_run_nothing_they_read():
     """What could run a stranger's code is not called anywhere in the package."""
     unsafe = re.compile(
@@ -91,9 +88,6 @@ def test_code_beside_weights_is_not_run(tmp_path, load):
     assert not (tmp_path / "ran").exists()
 
 
-# Checkpoints ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -141,9 +135,6 @@ def test_a_checkpoint_with_broken_weights(write, raw):
         mmkv.load(folder)
 
 
-# Data and runs ----------------------------------------------------------------------------------
-
-
 def article(text: str) -> str:
     return json.dumps({"article": text, "highlights": "x"})
 
@@ -177,8 +168,9 @@ def test_a_device_is_no_data(suite):
 
 @pytest.mark.parametrize("line", ["[" * 100_000, "[]", "3", "{}", "null", '{"policy": 3}', "\xff"])
 def test_a_run_that_is_none(tmp_path, line):
-    (tmp_path / "rows.jsonl").write_text(line + "\n", encoding="latin-1")
-    with pytest.raises(store.RunError, match="line 1 is not a row"):
+    row = '{"policy": "full", "budget": 1.0, "index": 0}'
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n{line}\n{row[:9]}", encoding="latin-1")
+    with pytest.raises(store.RunError, match="line 2 is not a row"):
         store.read_rows(tmp_path / "rows.jsonl")
     (tmp_path / "run.json").write_text(line, encoding="latin-1")
     with pytest.raises(store.RunError, match=r"run\.json"):
@@ -186,6 +178,15 @@ def test_a_run_that_is_none(tmp_path, line):
 
 
 def test_importing_for_a_stranger_starts_nothing():
-    """No program and no connection, whatever the working folder holds."""
-    code = "import socket, subprocess; socket.socket = subprocess.Popen = None; import mmkv"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    """No program and no connection; `mmkv.check` needs none of the evaluation's packages."""
+    code = (
+        "import socket, subprocess, sys\n"
+        "held = socket.socket, subprocess.Popen; socket.socket = subprocess.Popen = None\n"
+        "import mmkv; socket.socket, subprocess.Popen = held\n"
+        "sys.modules['pandas'] = sys.modules['rouge_score'] = None\n"
+        "from mmkv.cli import commands; print(mmkv.check.__module__)\n"
+        "commands.main(['check', '--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.startswith("mmkv.divergence"), done.stderr
+    assert "--within" in done.stdout
