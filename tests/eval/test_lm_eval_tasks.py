@@ -6,12 +6,15 @@ The data sets themselves lie on a hub. Here each task is given some rows of the 
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import mmkv
 from helpers.evaluation import make_tokenizer
 from helpers.models import make_model
+from mmkv.forcing import score_answers
 
 pytestmark = pytest.mark.slow
 
@@ -50,18 +53,17 @@ def local(tmp_path, monkeypatch):
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
 
 
-def run(name: str, folder: Path, **metadata: Any) -> dict[str, Any]:
-    """What lm_eval makes of a task with a model that keeps 0.4 of a prompt; also the samples."""
+def run(name: str, folder: Path, model: str = "mmkv", metadata: Any = None, **how: Any) -> Any:
+    """What lm_eval makes of a task."""
     from lm_eval.tasks import TaskManager
 
-    model = {"pretrained": make_model("llama"), "tokenizer": make_tokenizer(), "batch_size": 2}
+    made = {"pretrained": make_model("llama"), "tokenizer": make_tokenizer(), "batch_size": 2}
+    tasks = TaskManager(include_path=str(folder), include_defaults=False, metadata=metadata)
     return lm_eval.simple_evaluate(
-        model="mmkv",
-        model_args={**model, "policy": "snapkv", "budget": 0.4, "window": 6, "kernel_size": 3},
+        model=model,
+        model_args={**made, **how},
         tasks=[name],
-        task_manager=TaskManager(
-            include_path=str(folder), include_defaults=False, metadata=metadata
-        ),
+        task_manager=tasks,
         gen_kwargs={"max_gen_toks": 8},
         limit=2,
         bootstrap_iters=0,
@@ -69,29 +71,62 @@ def run(name: str, folder: Path, **metadata: Any) -> dict[str, Any]:
     )
 
 
+COMPARED = ("gsm8k", "longbench2_academic_single")  # one that writes, one that chooses
+SMALL = {"policy": "snapkv", "window": 6, "kernel_size": 3}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_task_loads_and_runs(tmp_path, name):
+    """As lm_eval's own model where the whole cache is kept, and behind a compressed context."""
     folder, needs, row, metric = CASES[name]
     for package in needs:
         pytest.importorskip(package)
     data = tmp_path / "rows.jsonl"
-    data.write_text((json.dumps(row) + "\n") * 8)
+    # Of several lengths.
+    lines = [json.dumps(row).replace("w7 ", "w7 " * n) + "\n" for n in range(1, 9)]
+    data.write_text("".join(lines))
     (own,) = [x for x in (TASKS / folder).glob("*.yaml") if f"task: {name}\n" in x.read_text()]
     (tmp_path / "mine.yaml").write_text(
         f"include: {own}\ntask: mine\ntag: null\ndataset_path: json\ndataset_name: null\n"
         f"dataset_kwargs: {{data_files: {{train: {data}, test: {data}}}}}\n"
     )
-    done = run("mine", tmp_path)
+    done = run("mine", tmp_path, budget="0.3", **SMALL)
     assert 0 <= done["results"]["mine"][metric] <= 1
-    sample = done["samples"]["mine"][0]
-    assert "w7" in json.dumps(sample["arguments"], default=str)
-    assert sample["doc"].keys() >= row.keys()
+    samples = in_order(done)
+    assert "w7" in json.dumps(samples[0]["arguments"], default=str)
+    assert samples[0]["doc"].keys() >= row.keys()
+    if name not in COMPARED:
+        return
+    plain = in_order(run("mine", tmp_path, "hf"))
+    whole = in_order(run("mine", tmp_path, budget=1.0, policy="xkv"))
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    for mine, full, theirs in zip(samples, whole, plain, strict=True):
+        if "choices" not in row:
+            assert full["resps"] == theirs["resps"]
+            continue
+        assert likelihoods(full) == pytest.approx(likelihoods(theirs), rel=1e-4)
+        for (context, choice), found in zip(mine["arguments"], likelihoods(mine), strict=True):
+            inputs, answer = tokenizer(context, return_tensors="pt"), tokenizer(choice).input_ids
+            with mmkv.wrapped(model, budget=0.3, **SMALL):
+                scored = score_answers(model, inputs, [answer])
+            assert found == pytest.approx(-scored.nll[0], rel=1e-4)
+
+
+def in_order(done: Any) -> list[dict[str, Any]]:
+    return sorted(done["samples"]["mine"], key=lambda sample: sample["doc_id"])
+
+
+def likelihoods(sample: dict[str, Any]) -> list[float]:
+    return [float(value) for ((value, _),) in sample["resps"]]
 
 
 def test_ruler_makes_its_own_data(tmp_path, monkeypatch):
+    words = {"nouns": ["ring"], "adjectives": ["red"], "verbs": ["run"]}
     for package in ("wonderwords", "nltk"):
         pytest.importorskip(package)
-    from lm_eval.tasks.ruler import prepare_niah
+    with monkeypatch.context() as patch:  # all pairs of its words are millions
+        patch.setattr("wonderwords.RandomWord", lambda: SimpleNamespace(_categories=words))
+        from lm_eval.tasks.ruler import prepare_niah
 
     make = prepare_niah.generate_samples
     monkeypatch.setattr(
@@ -100,7 +135,7 @@ def test_ruler_makes_its_own_data(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.niah_utils", raising=False)
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     metadata = {"tokenizer": str(tmp_path / "tokenizer"), "max_seq_lengths": [256]}
-    done = run("niah_single_1", TASKS / "ruler", **metadata)
+    done = run("niah_single_1", TASKS / "ruler", metadata=metadata, budget=0.4, **SMALL)
     monkeypatch.delitem(sys.modules, "lm_eval.tasks.ruler.niah_utils", raising=False)
     assert 0 <= done["results"]["niah_single_1"]["256,none"] <= 1
     asked = done["samples"]["niah_single_1"][0]["arguments"]

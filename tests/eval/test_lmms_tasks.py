@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mmkv
-from mmkv.builtin import load_builtin
+from mmkv import chat
 from mmkv.eval.suites.registry import load_suite
 
 pytestmark = pytest.mark.slow
@@ -64,16 +64,12 @@ def make_task(name: str, folder: Path, pictures: list[Any]) -> None:
 
 def reply(picture: Any, text: str) -> str:
     """What the compressed model says to a picture and a text, without lmms-eval."""
-    model, processor = load_builtin()
-    content = [{"type": "image"}, {"type": "text", "text": text}]
-    chat = processor.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
-    inputs = processor(text=[chat], images=[picture], return_tensors="pt")
-    with mmkv.wrapped(model, "snapkv", 0.1):
+    loaded = chat.load()
+    inputs = chat.encode(loaded, text, [picture])
+    with mmkv.wrapped(loaded.model, "snapkv", 0.1) as model:
         ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)
-    new = ids[:, inputs["input_ids"].shape[1] :]
-    return processor.batch_decode(new, skip_special_tokens=True)[0].strip()
+    new = ids[0, inputs["input_ids"].shape[1] :]
+    return loaded.tokenizer.decode(new, skip_special_tokens=True).strip()
 
 
 @pytest.mark.parametrize("name", CASES)
