@@ -28,9 +28,7 @@ SMALL = ["--requests", "3", "--tokens", "64", "--pictures", "1", "--new", "4"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", [["--rate", "4"], ["--clients", "2"], ["--clients", "2", "--documents", "1"]], ids=str
-)
+@pytest.mark.parametrize("how", [["--rate", "4"], ["--clients", "2", "--documents", "1"]], ids=str)
 def test_the_table(how, capsys):
     out, _, code = run(capsys, "bench", "serve", *SMALL, *how)
     assert code == 0

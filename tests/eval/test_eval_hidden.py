@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmkv
-from helpers.evaluation import make_samples, make_tokenizer
+from helpers.evaluation import asking, make_samples, make_tokenizer
 from mmkv import builtin
 from mmkv.eval import runner
 from mmkv.eval.prompts import Encoder
@@ -17,10 +17,7 @@ from mmkv.eval.variants import with_question
 
 @pytest.fixture(scope="module")
 def samples():
-    """Each asks with its last two words."""
-    found = [s for s in make_samples() if len(s.prompt.split()) > 6]
-    assert len({len(s.prompt.split()) for s in found}) > 1
-    return [replace(s, question=" ".join(s.prompt.split()[-2:])) for s in found]
+    return asking(make_samples())
 
 
 def run(model, samples, out, policies, budget):

@@ -1,13 +1,11 @@
 """One pass of a prompt gives the cache of every policy: the same as a pass of its own."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import mmkv
 from helpers import zoo
-from helpers.evaluation import make_samples, make_tokenizer
+from helpers.evaluation import asking, make_samples, make_tokenizer
 from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from helpers.oracle import COMPOSED, ROWS, VARIANTS, options_of
@@ -77,8 +75,7 @@ def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_
     """Visible and hidden questions, perplexity, divergence, replies and scores of two policies."""
     model, tokenizer = make_model("llama"), make_tokenizer()
     model.generation_config.suppress_tokens = None  # else replies are not replayed
-    samples = make_samples((60, 71, 52))
-    samples = [replace(x, question=" ".join(x.prompt.split()[-2:])) for x in samples]
+    samples = asking(make_samples((60, 71, 52)))
     how = {
         "policies": ["snapkv", "condense", "snapkv:question=hidden", "h2o", "kvzip"],
         "options": {"window": 6},
@@ -104,7 +101,7 @@ def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_
 def test_replies_follow_the_generation_config(tmp_path):
     """Suppressed words change greedy replies, so equal largest logits do not mean equal ones."""
     model, tokenizer = make_model("llama"), make_tokenizer()
-    samples = [replace(x, question=x.prompt[-8:]) for x in make_samples((60, 52), new=9)]
+    samples = asking(make_samples((60, 52), new=9))
     how = {"policies": ["snapkv", "snapkv:question=hidden"], "options": {"window": 6}}
     how |= {"budgets": [0.3], "batch_size": 2}
 

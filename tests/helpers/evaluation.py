@@ -2,8 +2,12 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from helpers.models import PAD, VOCAB, make_model
 from mmkv.eval.samples import Sample
@@ -62,6 +66,29 @@ def make_samples(lengths: tuple[int, ...] = (40, 31, 52, 36, 45), new: int = 6) 
         )
         for i, n in enumerate(lengths)
     ]
+
+
+def asking(samples: list[Sample]) -> list[Sample]:
+    """The samples, each of which asks with the last two words of its prompt."""
+    return [replace(x, question=" ".join(x.prompt.split()[-2:])) for x in samples]
+
+
+def predicted(model: Any, row: dict[str, Tensor], reply: list[int]) -> tuple[Tensor, Any]:
+    """Logits [T, V] of each token of a reply to one prompt, token by token, and the cache."""
+    with torch.no_grad():
+        out = model(**row, use_cache=True)
+        cache, found = out.past_key_values, [out.logits[0, -1]]
+        for n, token in enumerate(reply[:-1], start=row["input_ids"].shape[1]):
+            places = {"position_ids": torch.tensor([[n]]), "attention_mask": torch.ones(1, n + 1)}
+            out = model(input_ids=torch.tensor([[token]]), past_key_values=cache, **places)
+            found.append(out.logits[0, -1])
+    return torch.stack(found).double(), cache
+
+
+def divergence_of(given: Tensor, wanted: Tensor) -> float:
+    """By torch's own formula, summed over tokens, of logits [T, V]."""
+    logs = given.log_softmax(-1), wanted.log_softmax(-1)
+    return torch.nn.functional.kl_div(*logs, reduction="sum", log_target=True).item()
 
 
 def save_model(folder: Path) -> Path:
