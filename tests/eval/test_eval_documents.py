@@ -122,9 +122,6 @@ def test_what_cannot_be_is_said(folder, change, error, message):
         load_suite("documents", **{"data": folder} | change)
 
 
-# Texts that go on ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def texts(tmp_path):
     """Two long texts and a short one, of lines of ten words; a file that is no text."""
@@ -179,9 +176,6 @@ def test_the_standard_library_without_its_tests():
     names = {s.id for s in load_suite("continuation", "stdlib", length=400)}
     assert names
     assert names <= set(found)
-
-
-# Texts from packages -----------------------------------------------------------------------------
 
 
 def r_database(*texts: list[str | None]) -> bytes:

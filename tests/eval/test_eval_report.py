@@ -203,17 +203,11 @@ def call(*arguments: Any) -> Any:
         (["eval", "mmvet", "--data", "missing.json"], "missing.json"),
         (["check", "--within", "0"], "within=0.0"),
         (["check", "--policy", "snapkv", "--option", "window"], "expected name=value"),
-        (
-            ["check", "--policy", "snapkv", "--option", "window=6", "--budgets", "3"],
-            "budget=3 is below the 6 tokens",
-        ),
         (["check", "--prompts", "empty.txt"], "empty.txt: has no prompts"),
         (["check", "--out", "empty.txt"], "--out empty.txt: empty.txt is a file, not a folder"),
         (["check", "--budgets", "0.1,0.1"], "named twice"),
         (["check", "--policy", "snapkx"], "unknown policy 'snapkx'"),
-        (["check", "--policy", "full"], "keeps everything"),
         (["check", "--prompts", "missing.txt"], "missing.txt: no such file"),
-        (["check", "--max-new-tokens", "1"], "max_new_tokens=1"),
         (["calibrate", "--prompts", "missing.txt"], "missing.txt: no such file"),
         (["calibrate", "--prompts", "p.txt", "--suite", "needle"], "takes the place of a suite"),
         (["calibrate", "--length", "512"], "length=512: suite 'description' has lengths of its"),
@@ -293,7 +287,9 @@ def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
         return real(variant, budget, batch)
 
     monkeypatch.setattr(measure, "_measure", fail)
-    asked = ("eval", "description", "--limit", "1", "--metrics", "ppl", "--budgets", "0.3")
+    save_model(tmp_path / "tiny")
+    asked = ("eval", "needle", "--model", "tiny", "--limit", 1, "--metrics", "ppl")
+    asked += ("--budgets", "0.3")
     done = call(*asked, "--policies", "full,snapkv", "--out", "a")
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-1] == (
@@ -301,17 +297,6 @@ def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
         "(no room)."
     )
     assert call(*asked, "--policies", "local,snapkv", "--out", "b").exit_code == 0
-
-
-@pytest.mark.slow
-def test_models_from_a_folder(tmp_path):
-    folder = str(save_model(tmp_path / "model"))
-    asked = ["eval", "needle", "--model", folder, "--policies", "local", "--budgets", "0.5"]
-    done = call(*asked, "--metrics", "ppl", "--limit", "1", "--out", str(tmp_path / "out"))
-    assert done.exit_code == 0, done.output
-    done = call(*asked, "--model", str(tmp_path / "nothing"), "--out", str(tmp_path / "b"))
-    assert done.exit_code == 2
-    assert "cannot load model" in done.stderr
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):

@@ -97,8 +97,11 @@ def test_prompts_evicted_chunk_by_chunk(model, tokenizer, tmp_path, monkeypatch)
     reached = Report(tmp_path).figures(policies[1], 0.5)
     mine = [r["same"] for r in rows if r["policy"] == policies[1]]
     assert reached.same == pytest.approx(sum(mine) / len(mine))
-    rows = run(model, tokenizer, tmp_path / "ppl", policies=policies[1:], metrics=["ppl"])
-    assert all("reads prompts at once" in r["error"] for r in rows if r["policy"] == policies[1])
+    for what in ("ppl", "divergence"):
+        found = run(model, tokenizer, tmp_path / what, policies=policies[1:], metrics=[what])
+        errors = [r["error"] for r in found if r["policy"] == policies[1]]
+        assert errors
+        assert all("reads prompts at once" in error for error in errors)
 
 
 def test_the_full_cache_is_added_for_rouge_only(model, tokenizer, tmp_path):
@@ -296,15 +299,6 @@ def test_variants():
     for message, names in refused.items():
         with pytest.raises(ValueError, match=message):
             parse_variants(names)
-
-
-def test_a_line_that_is_no_row_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"policy": "full", "budget": 1.0, "index": 0}\nnonsense\n{"half')
-    with pytest.raises(RunError, match=r"rows\.jsonl: line 2"):
-        read_rows(path)
-    with pytest.raises(RunError, match="no run here"):
-        read_settings(tmp_path)
 
 
 @pytest.mark.slow

@@ -28,9 +28,6 @@ def longbench_entry(**changes) -> dict:
     return made | {"all_classes": None, "_id": "id0"} | changes
 
 
-# Published texts ---------------------------------------------------------------------------------
-
-
 def test_longbench_fills_the_benchmarks_prompts_and_leaves_braces_alone(tmp_path):
     write_lines(tmp_path / "qasper.jsonl", longbench_entry(), longbench_entry(input="{context}"))
     write(tmp_path / longbench.PROMPTS_FILE, {"qasper": "{{x}} {context}|{input}"})
@@ -187,9 +184,6 @@ def test_a_haystack_of_words_holds_the_needle_at_its_depth(tmp_path):
     (tmp_path / "hay.txt").write_text("hay " * 10)
     with pytest.raises(DataError, match="got 10"):
         load_suite("needle", tmp_path)
-
-
-# Requests ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
