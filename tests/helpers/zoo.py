@@ -182,6 +182,9 @@ def next_turn(
 
 SUPPORTED = [row["class"] for row in mmkv.adapters.table() if row["status"] == "supported"]
 NAMES = [name for name in CONFIGS if name.partition(":")[0] in SUPPORTED]
+# For what is a decoder's own: without pictures before a decoder that has a class of its own.
+_SHELLS = ("Llava", "InternVL", "Idefics3", "SmolVLM", "PaliGemma")
+OWN_DECODER = [name for name in NAMES if not name.startswith(_SHELLS)]
 # For `make test`: rotary and learned positions, sliding layers, pictures in the text and in a grid.
 FEW = (
     "LlamaForCausalLM",

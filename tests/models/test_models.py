@@ -14,11 +14,12 @@ from helpers import configs, zoo
 from helpers.marks import cases, older_than
 from helpers.masking import fed, generate, recorded, seeing
 from helpers.oracle import measured_similarity, prefilled, short
-from helpers.zoo import FEW, NAMES, OFTEN, SUPPORTED, inputs_of, model_of
+from helpers.zoo import FEW, NAMES, OFTEN, OWN_DECODER, SUPPORTED, inputs_of, model_of
 from mmkv import chat
 from mmkv.calls import cache_in, has_pictures, passing
 
 VISION = [name for name in NAMES if "Conditional" in name]
+FEW_OWN = [name for name in FEW if name in OWN_DECODER]
 
 
 def needs_encoder_outputs(model) -> None:
@@ -198,7 +199,7 @@ AFTER = {
 }
 
 
-@cases("name", [n for n in NAMES if "Falcon" not in n], *FEW)
+@cases("name", [n for n in OWN_DECODER if "Falcon" not in n], *FEW_OWN)
 def test_squeeze_compares_the_residual_stream(name):
     """SqueezeAttention's similarity is that of the stream before and after the attention."""
     model = model_of(name)
@@ -238,7 +239,7 @@ def test_squeeze_compares_the_residual_stream(name):
             torch.testing.assert_close(found[i], expected[None], atol=1e-5, rtol=0)
 
 
-@cases("name", NAMES, *FEW)
+@cases("name", OWN_DECODER, *FEW_OWN)
 def test_repositioning_or_a_reason(name):
     """Keys are turned to their place in the cache where that is possible, else it is refused."""
     model = model_of(name)
