@@ -31,9 +31,6 @@ def processor(builtin):
     return builtin[1]
 
 
-# Scenes ------------------------------------------------------------------------------------------
-
-
 def test_no_heldout_scene_is_a_training_scene():
     content = {
         split: {
@@ -89,9 +86,6 @@ def test_short_questions_have_answers_that_hold():
     assert {text: asked.get(text) for text in answers} == answers
 
 
-# Texts -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tokens", [64, 256, 1024])
 def test_texts_have_the_length_asked_for(processor, tokens):
     for seed in range(5):
@@ -108,9 +102,6 @@ def test_answers_to_lookups_are_scored_by_the_value():
     assert not texts.score_answer("amber lamp.", question)
     assert not texts.score_answer("lamp ring", scenes.Question(text="", answer="amber lamp."))
     assert not texts.score_answer("", question)
-
-
-# Processor ---------------------------------------------------------------------------------------
 
 
 def test_the_words_of_the_tasks_are_single_tokens(processor):
@@ -134,9 +125,6 @@ def test_each_picture_takes_144_tokens_and_pictures_are_numbered(processor):
     assert text == (
         "<s>USER: Picture 1:<image> Picture 2:<image> Describe the second picture. ASSISTANT:"
     )
-
-
-# Model -------------------------------------------------------------------------------------------
 
 
 def test_the_shipped_weights_are_a_small_grouped_query_llava_in_bfloat16():
