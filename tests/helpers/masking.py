@@ -9,7 +9,7 @@ too) and masks for itself. Layers with a sliding window are left as they are.
 
 import itertools
 import math
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -124,6 +124,19 @@ def naive_means(x: Tensor, weights: Tensor, member: Tensor) -> Tensor:
     return means
 
 
+@contextmanager
+def _masked_attention(decoder: torch.nn.Module, **told: Any):
+    """A decoder's attention is the reference's, told what it may see."""
+    before = decoder.config._attn_implementation
+    decoder.config._attn_implementation_internal = "test_masked"
+    _state.update(_NOTHING, **told)
+    try:
+        yield
+    finally:
+        decoder.config._attn_implementation_internal = before
+        _state.update(_NOTHING)
+
+
 def masked_logits(
     model: torch.nn.Module,
     inputs: dict[str, Tensor],
@@ -147,42 +160,36 @@ def masked_logits(
     if isinstance(feeds, Tensor):
         feeds = [{"input_ids": feeds[:, t : t + 1]} for t in range(feeds.shape[1] - 1)]
     decoder = model.get_decoder()
-    before = decoder.config._attn_implementation
-    decoder.config._attn_implementation_internal = "test_masked"
-    _state.update(_NOTHING, edited={}, record=record, bits=bits)
-    _state["inv_freq"] = decoder.rotary_emb.inv_freq if reposition else None
+    inv_freq = decoder.rotary_emb.inv_freq if reposition else None
     mask = inputs["attention_mask"]
-    try:
-        with torch.no_grad():
-            out = model(**inputs, position_ids=_positions(mask), use_cache=True)
-            # Releases differ in what they call it.
-            name, cache = next((k, x) for k, x in out.items() if isinstance(x, Cache))
-            logits = [out.logits[:, -1]]
-            averages = merge is not None and merge.name != "groups"
-            if averages and not postpone:
-                everything = mask.bool()[:, None].expand(-1, kept[0][0].shape[1], -1)
-                _merge_all(cache, kept[0], [everything for _ in kept[0]], merge.name)
-            for t, feed in enumerate(feeds):
-                q, seen = feed["input_ids"].shape[1], mask.shape[1]
-                _state["kept"] = dict(enumerate(kept[t]))
-                if record is not None:
-                    record.append([])
-                mask = torch.cat([mask, torch.ones_like(mask[:, :1]).expand(-1, q)], dim=1)
-                out = model(
-                    **feed,
-                    attention_mask=mask,
-                    position_ids=_positions(mask)[:, -q:],
-                    **{name: cache},
-                    use_cache=True,
-                )
-                logits.append(out.logits[:, -1])
-                if averages and (q > 1 or t + 1 == postpone):
-                    pad = torch.nn.functional.pad
-                    there = [pad(seen_by(k, seen), (0, q), value=True) for k in kept[t]]
-                    _merge_all(cache, kept[t + 1], there, merge.name)
-    finally:
-        decoder.config._attn_implementation_internal = before
-        _state.update(_NOTHING)
+    told = {"edited": {}, "inv_freq": inv_freq, "record": record, "bits": bits}
+    with _masked_attention(decoder, **told), torch.no_grad():
+        out = model(**inputs, position_ids=_positions(mask), use_cache=True)
+        # Releases differ in what they call it.
+        name, cache = next((k, x) for k, x in out.items() if isinstance(x, Cache))
+        logits = [out.logits[:, -1]]
+        averages = merge is not None and merge.name != "groups"
+        if averages and not postpone:
+            everything = mask.bool()[:, None].expand(-1, kept[0][0].shape[1], -1)
+            _merge_all(cache, kept[0], [everything for _ in kept[0]], merge.name)
+        for t, feed in enumerate(feeds):
+            q, seen = feed["input_ids"].shape[1], mask.shape[1]
+            _state["kept"] = dict(enumerate(kept[t]))
+            if record is not None:
+                record.append([])
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1]).expand(-1, q)], dim=1)
+            out = model(
+                **feed,
+                attention_mask=mask,
+                position_ids=_positions(mask)[:, -q:],
+                **{name: cache},
+                use_cache=True,
+            )
+            logits.append(out.logits[:, -1])
+            if averages and (q > 1 or t + 1 == postpone):
+                pad = torch.nn.functional.pad
+                there = [pad(seen_by(k, seen), (0, q), value=True) for k in kept[t]]
+                _merge_all(cache, kept[t + 1], there, merge.name)
     return torch.stack(logits)
 
 
@@ -292,9 +299,10 @@ def recorded(model):
 
     def record(module, args, output):
         cache = output.past_key_values
-        if not cache.expects_prompt:
-            layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
-            held.append({i: held_by(cache, i) for i in layers})
+        if cache.expects_prompt and not cache.plan.evict_chunks:
+            return  # a chunk of a prompt: nothing is evicted yet
+        layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
+        held.append({i: held_by(cache, i) for i in layers})
 
     with model.register_forward_hook(record):
         yield held
@@ -316,22 +324,16 @@ def hide(attn, args, kwargs):
 def seeing(model, held, inv_freq=None, chunks=1):
     """The plain model, its passes after the prompt's seeing only what was `held` before them."""
     decoder = model.get_decoder()
-    before = decoder.config._attn_implementation
     kept = iter([{}] * chunks + held)
-    _state.update(_NOTHING, inv_freq=inv_freq)
-    hooks = [decoder.register_forward_pre_hook(lambda *_: _state.update(kept=next(kept)))]
-    decoder.config._attn_implementation_internal = "test_masked"
-    if decoder.config.model_type == "falcon":  # does not ask for an attention function
-        decoder.config._attn_implementation_internal = "eager"
-        blocks = [layer.self_attention for layer in decoder.h]
-        hooks += [x.register_forward_pre_hook(hide, with_kwargs=True) for x in blocks]
-    try:
+    with ExitStack() as hooks, _masked_attention(decoder, inv_freq=inv_freq):
+        told = decoder.register_forward_pre_hook(lambda *_: _state.update(kept=next(kept)))
+        hooks.enter_context(told)
+        if decoder.config.model_type == "falcon":  # does not ask for an attention function
+            decoder.config._attn_implementation_internal = "eager"
+            for layer in decoder.h:
+                attn = layer.self_attention
+                hooks.enter_context(attn.register_forward_pre_hook(hide, with_kwargs=True))
         yield model
-    finally:
-        for hook in hooks:
-            hook.remove()
-        decoder.config._attn_implementation_internal = before
-        _state.update(_NOTHING)
 
 
 def fed(model, inputs, tokens, **kwargs):

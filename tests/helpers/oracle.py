@@ -10,7 +10,7 @@ import torch
 
 import mmkv
 from helpers import masking
-from helpers.masking import held_by
+from helpers.masking import recorded
 from mmkv.cache.phases import Reading
 from mmkv.policy import Policy
 
@@ -151,17 +151,9 @@ USUAL = sorted({*DECODERS, "adakv", "prefixkv", "snapkv", "squeeze", "vlcache", 
 
 def generate(model, inputs, new=NEW, **kwargs):
     """Greedy, with what each layer held after the prefill and after each step."""
-    held = []
-
-    def record(module, args, output):
-        cache = output.past_key_values
-        if cache.expects_prompt and not cache.plan.evict_chunks:
-            return  # a chunk of a prompt: nothing is evicted yet
-        held.append([held_by(cache, i) for i in range(len(cache.layers))])
-
-    wrapped = mmkv.is_wrapped(model)
-    with model.register_forward_hook(record) if wrapped else nullcontext():
-        return *masking.generate(model, inputs, new=new, **kwargs), held
+    with recorded(model) if mmkv.is_wrapped(model) else nullcontext([]) as held:
+        found = masking.generate(model, inputs, new=new, **kwargs)
+    return *found, [list(layers.values()) for layers in held]
 
 
 def prefilled(model, inputs, policy, budget=None, **options):
