@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.recording import each_tensor
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -102,8 +103,8 @@ class Devices(TorchDispatchMode):
             given.append(x)
             return x.inner if isinstance(x, OnDevice) else x
 
-        args_inside = _each_tensor(inner, args)
-        kwargs_inside = {k: _each_tensor(inner, x) for k, x in kwargs.items()}
+        args_inside = each_tensor(inner, args)
+        kwargs_inside = each_tensor(inner, kwargs)
         found = {x.device for x in given if x.ndim or x.device != CPU}
         device = next(iter(found - {CPU}), None) or next((x.device for x in given), CPU)
         if device != CPU and (func in _READS or (func in _INDEXING and _by_mask(args[1]))):
@@ -126,7 +127,7 @@ class Devices(TorchDispatchMode):
         if device == CPU:
             return out
         outer = {id(x.inner): x for x in given if isinstance(x, OnDevice)}
-        return _each_tensor(lambda x: outer[id(x)] if id(x) in outer else OnDevice(x), out)
+        return each_tensor(lambda x: outer[id(x)] if id(x) in outer else OnDevice(x), out)
 
     def _waits(self, func: Any) -> None:
         if self.capturing:
@@ -146,15 +147,6 @@ def _caller() -> str:
 
 def _by_mask(indices: Any) -> bool:
     return any(x is not None and x.dtype == torch.bool for x in indices)
-
-
-def _each_tensor(change: Callable[[Tensor], Tensor], x: Any) -> Any:
-    """What an operation takes or gives, its tensors changed; torch's `tree_map` is far slower."""
-    if isinstance(x, Tensor):
-        return change(x)
-    if isinstance(x, tuple | list):
-        return type(x)([_each_tensor(change, y) for y in x])
-    return x
 
 
 def move(module: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ As with a graph, the code of a step runs once and does nothing; a replay repeats
 the same memory. Whatever a step takes from the host is therefore frozen, and shows as a difference.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,15 +12,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-def tensors_in(x: Any) -> list[Tensor]:
-    """The tensors an operation takes or gives; torch's `tree_leaves` is far slower."""
+def each_tensor(change: Callable[[Tensor], Any], x: Any) -> Any:
+    """What an operation takes or gives, its tensors changed; torch's `tree_map` is far slower."""
     if isinstance(x, Tensor):
-        return [x]
+        return change(x)
     if isinstance(x, dict):
-        x = x.values()
-    elif not isinstance(x, tuple | list):
-        return []
-    return [found for y in x for found in tensors_in(y)]
+        return {k: each_tensor(change, y) for k, y in x.items()}
+    if isinstance(x, tuple | list):
+        return type(x)([each_tensor(change, y) for y in x])
+    return x
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """The tensors an operation takes or gives."""
+    found = list[Tensor]()
+    each_tensor(found.append, x)
+    return found
 
 
 class Recorder(TorchDispatchMode):
