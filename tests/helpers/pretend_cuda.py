@@ -43,21 +43,19 @@ class Cuda:
         )
 
     @contextmanager
-    def device(self, device):
-        before, self.current = self.current, device
-        try:
-            yield
-        finally:
-            self.current = before
-
-    @contextmanager
-    def stream(self, stream):
+    def _now(self, stream, device):
         before = self.stream_now, self.current
-        self.stream_now, self.current = stream, stream.device
+        self.stream_now, self.current = stream, device
         try:
             yield
         finally:
             self.stream_now, self.current = before
+
+    def device(self, device):
+        return self._now(self.stream_now, device)
+
+    def stream(self, stream):
+        return self._now(stream, stream.device)
 
     def Stream(self):  # noqa: N802
         return Stream(self.current)
