@@ -8,13 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import OutOfMemoryError, Tensor
 
 import mmkv
 from mmkv.attach.attachment import attachment_of
 from mmkv.calls import cache_in
 from mmkv.chat import on_device
 from mmkv.forcing import (
+    Read,
     Scored,
     changes_logits,
     ends_of,
@@ -26,16 +30,10 @@ from mmkv.report import mean_known
 
 from .prompts import Encoder
 from .replay import Capture, applies, behind, continued
+from .samples import Sample
 from .scoring import rouge, score
 from .store import Row
 from .variants import FULL, Variant
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mmkv.forcing import Read
-
-    from .samples import Sample
 
 COMPARED = {"divergence", "next"}  # metrics that compare next tokens with the full cache's
 
@@ -116,7 +114,7 @@ class Batch:
         else:
             shape = inputs["input_ids"].shape
             by_token = {name: x for name, x in inputs.items() if x.shape == shape}
-            context = mmkv.Context(job.model, captured.cache(job.model), by_token)
+            context = mmkv.Context(job.model, captured.replayed(job.model), by_token)
         job.last_read = key, inputs, context
         return context
 
@@ -124,8 +122,6 @@ class Batch:
 def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     """Measure one policy and budget on one batch. If that fails, each sample is tried alone, and
     the row of one that fails again holds the reason in `error`."""
-    from torch import OutOfMemoryError
-
     job = batch.job
     try:
         if variant.label != FULL:  # these need the model before it is wrapped
@@ -248,8 +244,6 @@ def timed(
     A prompt is read `chunk` tokens at a time. Return the token ids of each reply; the cache;
     "first_token_s" and "tokens_per_s"; and the cache's bytes after the prompt was read.
     """
-    import torch
-
     times, caches, prompt_bytes = list[float](), list[Any](), 0
 
     def put(value: Any) -> None:

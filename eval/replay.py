@@ -1,8 +1,8 @@
 """The caches of all policies from one pass of a prompt through the model.
 
 The queries, keys and values of a prompt do not depend on the policy, and what a policy keeps
-depends only on them. `Capture.of` records them in one plain pass; `Capture.cache` feeds them to a
-new cache, which scores, sizes, evicts and stores as in a pass of its own, in much less time.
+depends only on them. `Capture.of` records them in one plain pass; `replayed` feeds them to a new
+cache, which scores, sizes, evicts and stores as in a pass of its own, in much less time.
 Policies that feed the prompt again, or evict while it is read, cannot be replayed: see `applies`.
 Replies are read on by `generate` where it changes logits: see `mmkv.forcing.changes_logits`.
 """
@@ -10,9 +10,8 @@ Replies are read on by `generate` where it changes logits: see `mmkv.forcing.cha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,22 +23,30 @@ from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.calls import CACHE, passing
+from mmkv.contexts import Context
 from mmkv.forcing import Read, Steps, up_to_end
 from mmkv.layer_inputs import Rotary
 from mmkv.registry import get_policy
 from mmkv.wrapping import comparing, wrapped
 
-if TYPE_CHECKING:
-    from mmkv import Context
 
+class Capture(CompressedCache):
+    """A cache that records the inputs of each layer in one pass of a batch's prompts, and evicts
+    nothing.
 
-@dataclass(frozen=True, eq=False)
-class Capture:
-    """The inputs of each layer's attention, recorded in one pass of a batch's prompts."""
+    Attributes:
+        logits: float [B, 1, V], of the token after the prompt.
+        calls: by layer keys and values [B, H, N, D], and, if the layer is compressed, the arguments
+            of its attention.
+        rotary: rotary embeddings by layer.
+    """
 
-    logits: Tensor  # float [B, 1, V], of the token after the prompt
-    ids: Tensor  # int64 [B, N]
-    recorded: _Recorder
+    logits: Tensor
+
+    def __init__(self, config: Any, plan: CacheConfig) -> None:
+        super().__init__(config, plan)
+        self.calls: dict[int, tuple[Tensor, Tensor, AttentionCall | None]] = {}
+        self.rotary: dict[int, Rotary] = {}
 
     @classmethod
     def of(cls, model: Any, inputs: Mapping[str, Any]) -> Capture:
@@ -48,32 +55,32 @@ class Capture:
         policy = get_policy("snapkv", score="observers", layers="squeeze")
         with comparing(), wrapped(model, policy, 0.5), torch.no_grad():
             attachment = attachment_of(model)
-            cache = _Recorder(attachment.parts.config, attachment.plan)
-            steps = Steps(model, inputs)
-            out = steps.run(inputs, **passing(model, cache), **steps.last)
-        return cls(out.logits[:, -1:], inputs["input_ids"], cache)
+            captured, steps = cls(attachment.parts.config, attachment.plan), Steps(model, inputs)
+            out = steps.run(inputs, **passing(model, captured), **steps.last)
+        captured.logits, captured.ids = out.logits[:, -1:], inputs["input_ids"]
+        return captured
 
-    def cache(self, model: Any) -> CompressedCache:
+    def replayed(self, model: Any) -> CompressedCache:
         """Return the wrapped model's cache after these prompts; the next pass decodes."""
         attachment = attachment_of(model)
         cache = CompressedCache(attachment.parts.config, attachment.plan)
-        recorded: Any = self.recorded
+        prompt: Any = self.prompt
         # Only scores that use rotary embeddings get them, as in a pass of the wrapped model.
-        rotary = dict(recorded.rotary) if attachment.plan.policy.score.uses_rotary else {}
+        rotary = dict(self.rotary) if attachment.plan.policy.score.uses_rotary else {}
         running = ForwardPass(ids=self.ids, parts=attachment.parts, rotary=rotary)
         token = current.set(running)
         no_output = torch.empty(0), None  # in place of a layer's output, which is not read
         try:
             with torch.no_grad():
                 scores = partial(self._scores, running, attachment.plan)
-                cache.begin(running, recorded.prompt.valid, None, recorded.prompt.image, scores)
-                for i, (key, value, call) in recorded.calls.items():
+                cache.begin(running, prompt.valid, None, prompt.image, scores)
+                for i, (key, value, call) in self.calls.items():
                     cache.update(key, value, i)
                     if call is not None:
                         running.pending = None
                         cache.attend(i, call, lambda: no_output)
                 phase: Any = cache.phase
-                phase.similarity = dict(recorded.phase.similarity)
+                phase.similarity = dict(self.phase.similarity)
                 cache.finish()
         finally:
             current.reset(token)
@@ -81,17 +88,43 @@ class Capture:
 
     def read(self, model: Any) -> Read:
         """Return a replacement of the wrapped model's pass of the prompts, for `mmkv.forcing`."""
-        return lambda: (self.cache(model), self.logits)
+        return lambda: (self.replayed(model), self.logits)
 
     def _scores(self, running: ForwardPass, plan: CacheConfig, prompt: TokenMasks) -> list[Tensor]:
         """Return the scores of each compressed layer, as XKV's first pass computes them."""
         scores = list[Tensor]()
-        for i, (*_, call) in self.recorded.calls.items():
+        for i, (*_, call) in self.calls.items():
             if call is not None:
                 arguments = call._replace(mask=running.view(call.mask, prompt.valid))._asdict()
                 layer = running.inputs(i, **arguments, valid=prompt.valid, image=prompt.image)
                 scores.append(importance(plan.policy, layer, prompt.windows))
         return scores
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Record keys and values of a layer that is not compressed."""
+        self.calls[layer_idx] = key_states, value_states, None
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Raise ValueError: recurrent states cannot be recorded."""
+        raise ValueError("a pass of a model with linear attention cannot be taken in")
+
+    def attend(
+        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
+    ) -> tuple[Tensor, Any]:
+        """Record all inputs of a compressed layer's attention."""
+        running = current.get()
+        assert running is not None
+        self.calls[layer_idx] = call.key, call.value, call
+        self.rotary |= running.rotary
+        return delegate()
+
+    def finish(self) -> None:
+        """Evict nothing."""
 
 
 def applies(plan: CacheConfig) -> bool:
@@ -136,42 +169,3 @@ def behind(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, 
         return cache, steps.behind(cache, ids, question_mask)[:, -1:]
 
     return inputs, read
-
-
-class _Recorder(CompressedCache):
-    """A cache that records the inputs of each layer, and evicts nothing.
-
-    `calls` has by layer keys and values [B, H, N, D], and, if the layer is compressed, the
-    arguments of its attention; `rotary` has rotary embeddings by layer.
-    """
-
-    def __init__(self, config: Any, plan: CacheConfig) -> None:
-        super().__init__(config, plan)
-        self.calls: dict[int, tuple[Tensor, Tensor, AttentionCall | None]] = {}
-        self.rotary: dict[int, Rotary] = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Record keys and values of a layer that is not compressed."""
-        self.calls[layer_idx] = key_states, value_states, None
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Raise ValueError: recurrent states cannot be recorded."""
-        raise ValueError("a pass of a model with linear attention cannot be taken in")
-
-    def attend(
-        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
-    ) -> tuple[Tensor, Any]:
-        """Record all inputs of a compressed layer's attention."""
-        running = current.get()
-        assert running is not None
-        self.calls[layer_idx] = call.key, call.value, call
-        self.rotary |= running.rotary
-        return delegate()
-
-    def finish(self) -> None:
-        """Evict nothing."""

@@ -24,7 +24,7 @@ def compared(model, inputs, policy, budget, options):
         token = logits[:, -1].argmax(-1, keepdim=True)
         torch.testing.assert_close(captured.logits, logits, atol=1e-5, rtol=0)
         found = []
-        for cache in (own, captured.cache(model)):
+        for cache in (own, captured.replayed(model)):
             kept = [cache.shares(i) for i in range(len(cache.layers)) if layer_of(cache, i)]
             steps = Steps(model, inputs)
             found.append((kept, steps.behind(cache, token), cache.nbytes))
