@@ -19,32 +19,26 @@ from .store import Row, RunError, Store, key_of, read_settings
 from .variants import FULL, METRICS, percent
 
 LOWER_IS_BETTER = ("ppl", "divergence")
-# Titles of the figures of a run.
-LABELS = {
-    "ppl": "perplexity",
-    "divergence": "divergence from the full cache, nats a token",
-    "next": "share of next tokens that are the full cache's",
-    "rouge": "ROUGE-L",
-    "score": "score",
-    "same": "share of replies identical to the full cache's",
-    "retained": "retained importance",
-    "kept_fraction": "share of pairs kept after the prefill",
-    "cache_bytes": "KiB of kept pairs a sample",
-    "held_bytes": "KiB held after the prompt, a sample",
-    "rouge_reference": "ROUGE-L against the reference answer",
-    "first_token_s": "seconds to a batch's first token",
-    "tokens_per_s": "tokens per second of a batch, prefill included",
+# Titles of the figures of a run, and the factor and number of digits with which they are shown.
+_SHOWN: dict[str, tuple[str, float, int]] = {
+    "ppl": ("perplexity", 1, 2),
+    "divergence": ("divergence from the full cache, nats a token", 1, 3),
+    "next": ("share of next tokens that are the full cache's", 100, 1),
+    "rouge": ("ROUGE-L", 1, 2),
+    "score": ("score", 100, 1),
+    "same": ("share of replies identical to the full cache's", 100, 1),
+    "retained": ("retained importance", 1, 3),
+    "kept_fraction": ("share of pairs kept after the prefill", 1, 3),
+    "cache_bytes": ("KiB of kept pairs a sample", 1 / 1024, 0),
+    "held_bytes": ("KiB held after the prompt, a sample", 1 / 1024, 0),
+    "rouge_reference": ("ROUGE-L against the reference answer", 1, 2),
+    "first_token_s": ("seconds to a batch's first token", 1, 3),
+    "tokens_per_s": ("tokens per second of a batch, prefill included", 1, 0),
 }
+LABELS = {name: label for name, (label, *_) in _SHOWN.items()}
 # `Any`, as its stubs type a cell as a union of all possible types.
 pd: Any = pandas
 NONE, AVERAGE = "–", "average"
-# Factor and number of digits with which figures are shown.
-_SHOWN = {
-    **dict.fromkeys(("score", "next", "same"), (100, 1)),
-    **dict.fromkeys(("divergence", "first_token_s", "retained", "kept_fraction"), (1, 3)),
-    **dict.fromkeys(("cache_bytes", "held_bytes"), (1 / 1024, 0)),
-    "tokens_per_s": (1, 0),
-}
 _MEANS = (
     *("rouge", "rouge_reference", "same", "kept_fraction", "retained", "cache_bytes"),
     *("full_bytes", "held_bytes", "first_token_s", "tokens_per_s"),
@@ -348,7 +342,7 @@ def shown_figure(metric: str, value: float | None) -> str:
         return NONE
     if metric == "ppl":  # three digits, as in the papers
         return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
-    scale, digits = _SHOWN.get(metric, (1, 2))
+    _, scale, digits = _SHOWN[metric]
     return f"{scale * value:.{digits}f}"
 
 
