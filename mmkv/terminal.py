@@ -31,9 +31,6 @@ T = TypeVar("T")
 _PROGRESS_INTERVAL = 10.0
 # Columns where there is no terminal: lines of a file are long, for grep.
 _FILE_WIDTH = 200
-# Operating system errors for a wrong path, port or device.
-_NO_FOLDER = (IsADirectoryError, NotADirectoryError)
-_WRONG_USE = (FileNotFoundError, FileExistsError, PermissionError, *_NO_FOLDER)
 _TRACEBACK = "MMKV_TRACEBACK"
 
 
@@ -53,13 +50,9 @@ def write(screen: Console, text: Any, style: str | None = None) -> None:
 
 
 def say(text: str) -> None:
-    """Print one line on standard error, over the last line of `Progress`."""
+    """Print one line on standard error, over the last line of `tell`."""
     clear = "\r\033[K" if sys.stderr.isatty() else ""
     typer.echo(f"{clear}mmkv: {text}", err=True)
-
-
-# How many printed warnings are remembered.
-_MAX_PRINTED = 1000
 
 
 class _Warnings(logging.Handler):
@@ -75,7 +68,7 @@ class _Warnings(logging.Handler):
         if record.exc_info:
             say(f"{text}\n{logging.Formatter().formatException(record.exc_info)}")
         elif text not in self._seen:
-            if len(self._seen) >= _MAX_PRINTED:  # clients of a server could cause any number
+            if len(self._seen) >= 1000:  # clients of a server could cause any number
                 self._seen.clear()
             self._seen.add(text)
             say(text)
@@ -168,7 +161,8 @@ def _explain(error: Exception) -> int:
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
-    if isinstance(error, (ValueError, *_WRONG_USE)):
+    wrong_path = FileNotFoundError | FileExistsError | PermissionError
+    if isinstance(error, ValueError | wrong_path | IsADirectoryError | NotADirectoryError):
         say(f"error: {text}")
         return 2
     if isinstance(error, OSError):
@@ -261,17 +255,11 @@ def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, st
         yield advance
 
 
-class Progress:
-    """Shows the current work on standard error: a line that is overwritten, lines in a pipe."""
-
-    def __init__(self) -> None:
-        self._last = ""
-
-    def __call__(self, text: str) -> None:
-        """Show a text; an empty one clears the line."""
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{text}")
-        elif text and text != self._last:
-            sys.stderr.write(f"{text}\n")
-        self._last = text
-        sys.stderr.flush()
+def tell(text: str) -> None:
+    """Show the current work on standard error: over the last such line, or as a line in a pipe.
+    An empty text clears the line."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text}")
+    elif text:
+        sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -12,7 +12,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -29,11 +29,11 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import named
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval.speed import models
-from mmkv.eval.speed.rival import Worker, nearest_press, press_label, remote_reply
+from mmkv.eval.speed.rival import Worker, nearest_press, press_label
 from mmkv.eval.store import describe_environment
 from mmkv.eval.variants import parse_variants
 from mmkv.registry import get_policy
-from mmkv.terminal import Table
+from mmkv.terminal import Table, tell
 from mmkv.wrapping import comparing
 
 # The row that ratios compare with, and a repetition of it, whose ratios should be 1.
@@ -129,7 +129,6 @@ class Bench:
     # By kind of text: prompts, int64 [1, N], and answers, int64 [R], to compare distributions on.
     texts: Mapping[str, Sequence[tuple[Tensor, Tensor]]] = field(default_factory=dict[str, Any])
     until: float = math.inf  # deadline by `time.monotonic`; one round is always made
-    tell: Callable[[str], None] = lambda text: None  # shows progress
 
     def __post_init__(self) -> None:
         self.order = random.Random(0)
@@ -143,7 +142,7 @@ class Bench:
         gc.collect()
         gc.freeze()
         for row in self.rows:
-            self.tell(f"{setting.name}: warm-up, {row.label}")
+            tell(f"{setting.name}: warm-up, {row.label}")
             with _noting_failure(row), closing(self._make(row)) as reply:
                 self._read(row, reply)
         one_by_one = self._free() < 2 * sum(row.cache_bytes for row in self.rows)
@@ -154,7 +153,7 @@ class Bench:
             if rounds_done and start + last_round >= self.until:
                 notes.append(f"{rounds_done} rounds instead of {setting.rounds}: no time")
                 break
-            self.tell(f"{setting.name}: round {rounds_done + 1}")
+            tell(f"{setting.name}: round {rounds_done + 1}")
             rows = [row for row in self.rows if not row.note]
             self.order.shuffle(rows)
             for group in [[row] for row in rows] if one_by_one else [rows]:
@@ -200,7 +199,7 @@ class Bench:
         """Measure each row's distance from the unwrapped model on the texts."""
         for kind, pairs in self.texts.items():
             for i, (ids, answer) in enumerate(pairs):
-                self.tell(f"{self.setting.name}: {kind} {i + 1} of {len(pairs)}")
+                tell(f"{self.setting.name}: {kind} {i + 1} of {len(pairs)}")
                 full = models.along(models.reply(models.twin(self.model), ids), answer)
                 for row in self.rows:
                     if row.note or not (row.policy or row.press):
@@ -209,7 +208,7 @@ class Bench:
                         tokens = {"prompt": ids[0].tolist(), "answer": answer.tolist()}
                         found = self.worker.ask("distance", press=row.press, **tokens)
                     else:
-                        found = models.distance(models.along(self._make(row, ids), answer), full)
+                        found = models.distance(self._make(row, ids), answer, full)
                     row.distances.setdefault(kind, []).append(found)
 
     @comparing()
@@ -217,8 +216,8 @@ class Bench:
         """Return a row's reply, to random tokens by default, that has not read the prompt yet."""
         setting, cache = self.setting, None
         if self.worker is not None and row.press is not None:
-            request = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
-            return remote_reply(self.worker, row.label, **request)
+            options = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
+            return self.worker.reply(row.label, **options)
         if ids is None:
             ids = models.make_prompt(self.model, setting.batch, setting.prompt)
         model = models.twin(self.model)

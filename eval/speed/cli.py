@@ -16,16 +16,7 @@ import typer
 
 from mmkv.eval.arguments import BudgetsOption, budget_list, commands
 from mmkv.options import MODELS, DeviceOption, DtypeOption, PairsOption, PluginOption, ProfileOption
-from mmkv.terminal import (
-    Progress,
-    Table,
-    check_place,
-    console,
-    say,
-    show_errors,
-    wait_asleep,
-    write,
-)
+from mmkv.terminal import Table, check_place, console, say, show_errors, tell, wait_asleep
 
 if TYPE_CHECKING:
     from mmkv.chat import Loaded
@@ -133,7 +124,7 @@ def _run(
     from mmkv.eval.speed.bench import BOUND, Bench, Result, save
     from mmkv.eval.speed.rival import Worker
 
-    tell, results = Progress(), list[Result]()
+    results = list[Result]()
     loaded: Loaded | None = None
     with nullcontext() if python is None else closing(Worker(python)) as worker:
         for i, setting in enumerate(settings):
@@ -147,11 +138,10 @@ def _run(
             now = time.monotonic()
             deadline = now + (until - now) / (len(settings) - i)
             texts = {task: _encoded(loaded, x, setting.new) for task, x in samples.items()}
-            benchmark = Bench(setting, loaded.model, worker, texts, deadline, tell)
-            results.append(benchmark.run())
+            results.append(Bench(setting, loaded.model, worker, texts, deadline).run())
             save(out, results)
             tell("")
-            write(console(), results[-1].table)
+            console().print(results[-1].table)
     typer.echo(f"wrote {out}")
     rows = [row for result in results for row in result.rows if row.policy]
     user_rows = [row for row in rows if row.label not in (BOUND, "full")]
@@ -233,11 +223,11 @@ def serve_command(
     prompts = serve.make_requests(loaded, requests, tokens, pictures, documents, data)
     size: Any = {"new": new, "budget": budget, "memory": int(cache_memory * 1e6)}
     load: Any = {"rate": rate, "clients": clients}
-    rows = serve.compare(loaded, prompts, **size, **load, tell=Progress())
+    rows = serve.compare(loaded, prompts, **size, **load)
     pace = f"{clients} clients" if clients else f"{rate:g} a second"
     title = f"{model} on {net.device}: {requests} requests, {pace}, {cache_memory:g} MB of cache"
     notes = ["F1: of words, with the full cache's replies"]
-    write(console(), Table("", serve.COLUMNS, rows, title, notes))
+    console().print(Table("", serve.COLUMNS, rows, title, notes))
 
 
 @commands.command("plan", short_help="Compute bounds on memory, times and batches.")
@@ -296,4 +286,4 @@ def plan_command(
         f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
         f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times."
     )
-    write(console(), Table("", [*cells[name]], rows, title))
+    console().print(Table("", [*cells[name]], rows, title))

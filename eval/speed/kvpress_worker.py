@@ -67,13 +67,12 @@ class Replies:
         versions: dict[str, Any] = dict.fromkeys(("kvpress", "transformers", "torch"))
         return versions | {x.name: x.version for x in distributions() if x.name in versions}
 
-    def open(self, label: str, press: dict[str, Any], batch: int, prompt: int) -> tuple[float, int]:
-        """Read a random prompt; return its seconds, and the cache's bytes after it."""
-        self.replies[label] = self._reply(press, self.models.make_prompt(self.model, batch, prompt))
-        return self.step(label)
-
-    def step(self, label: str) -> tuple[float, int]:
-        """Make one more step; return its seconds, and the cache's bytes after it."""
+    def step(self, label: str, press: dict[str, Any], batch: int, prompt: int) -> tuple[float, int]:
+        """Read a reply's random prompt, or make its next step; return its seconds, and the cache's
+        bytes after it."""
+        if label not in self.replies:
+            ids = self.models.make_prompt(self.model, batch, prompt)
+            self.replies[label] = self._reply(press, ids)
         return next(self.replies[label])[:2]
 
     def close(self, label: str) -> None:
@@ -91,7 +90,7 @@ class Replies:
         if prompt != self.prompt:
             full = models.along(models.reply(models.twin(self.model), ids), tokens)
             self.prompt, self.full = prompt, full
-        return models.distance(models.along(self._reply(press, ids), tokens), self.full)
+        return models.distance(self._reply(press, ids), tokens, self.full)
 
     def _reply(self, press: dict[str, Any], ids: Any) -> Any:
         import torch

@@ -22,10 +22,6 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
 )
-# `max_new_tokens` for the question whether to replay graphs, which pay off for long replies.
-_ANNOUNCED = 1024
-
-
 # "llama", "mistral", or "llava" (a Llama with LLaVA-1.5's vision tower); values of `_SIZES`.
 Shape = tuple[str, tuple[int, ...]]
 SHAPES: dict[str, Shape] = {
@@ -103,7 +99,7 @@ def reply(
         seconds to the first token, then of each step; bytes of the cache's storage; logits of the
         next tokens, [B, V].
     """
-    gc.collect()
+    gc.collect()  # none is due within a step then
     call, token, n_seen = model, ids, 0
 
     def forward(**inputs: Any) -> tuple[float, int, Tensor]:
@@ -119,7 +115,7 @@ def reply(
     result = forward(attention_mask=torch.ones_like(ids), logits_to_keep=1)
     # `generate` too makes steps by the model's compiled call, if the cache allows one.
     config = copy.deepcopy(model.generation_config)
-    config.max_new_tokens = _ANNOUNCED
+    config.max_new_tokens = 1024  # graphs are replayed for long replies, where they pay off
     if model._valid_auto_compile_criteria({CACHE: cache}, config):
         call = model.get_compiled_call(config.compile_config)
     while True:
@@ -139,9 +135,10 @@ def along(reply: Generator[tuple[float, int, Tensor], Tensor | None], answer: Te
     return torch.cat(rows)
 
 
-def distance(log_probs: Tensor, full: Tensor) -> tuple[float, float]:
-    """Return the mean divergence from the full cache's distributions, both [R, V], in nats a token,
-    and the share of the same first choices."""
+def distance(reply: Any, answer: Tensor, full: Tensor) -> tuple[float, float]:
+    """Return a reply's mean divergence along an answer from the full cache's distributions, [R, V],
+    in nats a token, and the share of the same first choices."""
+    log_probs = along(reply, answer)
     nats = kl_div(log_probs, full, reduction="none", log_target=True).sum(-1).clamp(min=0)
     same = log_probs.argmax(-1) == full.argmax(-1)
     return nats.mean().item(), same.float().mean().item()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +21,10 @@ from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.token_masks import TokenMasks, keeps_everything, kept_whole, total_kept
 from mmkv.calls import cache_in
 from mmkv.parts.slots import Ratio
+from mmkv.policy import Policy
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
 from mmkv.sizes.profiled import HeadsByWeight
-
-if TYPE_CHECKING:
-    from mmkv.policy import Policy
 
 
 class Card(NamedTuple):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 import mmkv
 from mmkv.eval.speed.models import SHAPES
@@ -77,6 +76,16 @@ class Worker:
         self._process.communicate()
         self._errors.close()
 
+    def reply(self, label: str, **options: Any) -> Generator[tuple[float, int, None]]:
+        """Yield as `models.reply`, but no logits; `options` are of `Replies.step`."""
+        try:
+            while True:
+                yield *self.ask("step", label=label, **options), None
+        finally:
+            # A failure of the process was reported before.
+            with suppress(ValueError):
+                self.ask("close", label=label)
+
     def ask(self, method: str, **arguments: Any) -> Any:
         """Return the result of a method of the worker's `Replies`. Raises ValueError: it failed."""
         line = ""
@@ -93,17 +102,3 @@ class Worker:
         if "error" in answer:
             raise ValueError(f"--kvpress-python: {answer['error']}")
         return answer["result"]
-
-
-def remote_reply(
-    worker: Worker, label: str, **options: Any
-) -> Generator[tuple[float, int, Tensor | None]]:
-    """Yield as `models.reply`, from kvpress's process with a press; tokens are None."""
-    try:
-        yield *worker.ask("open", label=label, **options), None
-        while True:
-            yield *worker.ask("step", label=label), None
-    finally:
-        # A failure of the process was reported before.
-        with suppress(ValueError):
-            worker.ask("close", label=label)

@@ -31,6 +31,7 @@ from mmkv.eval.speed.models import make_prompt
 from mmkv.eval.suites import documents as real
 from mmkv.registry import exact_share
 from mmkv.serving import Engine
+from mmkv.terminal import tell
 
 Inputs = dict[str, Any]
 # Tokens of a random question about a text of random tokens.
@@ -171,7 +172,6 @@ def compare(
     memory: int,
     rate: float,
     clients: int,
-    tell: Callable[[str], None],
 ) -> list[tuple[str, list[str]]]:
     """Return the name and cells of `COLUMNS` of each way to serve; the model is not wrapped yet.
 
