@@ -12,20 +12,20 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from accelerate import PartialState
 
+from mmkv import registry
 from mmkv.budgets import named, number
 from mmkv.terminal import bar, say
 
 from .measure import COMPARED, Batch, Job, measure
 from .prompts import Encoder, longest
+from .samples import Sample
 from .store import Row, Store, describe_environment, digest, file_digests, key_of
 from .variants import FULL, METRICS, Variant, parse_variants
-
-if TYPE_CHECKING:
-    from .samples import Sample
 
 
 def find_processes(device: str | None = None) -> PartialState:
@@ -77,8 +77,6 @@ def run(
         ValueError: bad arguments, a policy that this model cannot have, or a folder with a run of
             other settings.
     """
-    import torch
-
     variants = check_arguments(policies, budgets, metrics, options, builtin=data == "builtin")
     budgets = [number(budget) for budget in budgets]
     if not samples:
@@ -186,8 +184,6 @@ def check_arguments(
         raise ValueError(f"metric {(unknown or [''])[0]!r}: expected some of {', '.join(METRICS)}")
     if not budgets or not policies:
         raise ValueError("no budgets" if policies else "no policies")
-    for budget in budgets:
-        number(budget)
     variants = parse_variants(policies, options, builtin=builtin)
     full = [v for v in variants if v.label == FULL]
     if not full and {"rouge", *COMPARED} & {*metrics}:
@@ -197,10 +193,8 @@ def check_arguments(
 
 def fitting(model: Any, budgets: Sequence[float | int]) -> list[str]:
     """Return the registered policies that this model can have at all of these budgets."""
-    from mmkv.registry import list_policies
-
     names: list[str] = []
-    for name in list_policies():
+    for name in registry.list_policies():
         try:
             (variant,) = parse_variants([name])
             _try_all(model, [(variant, budget) for budget in variant.budgets(budgets)])

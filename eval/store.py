@@ -162,7 +162,6 @@ def describe_environment(device: Any) -> dict[str, Any]:
 
     import mmkv
 
-    device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     versions = {x.__name__: x.__version__ for x in (mmkv, torch, transformers)}
     return {**versions, "commit": _commit(Path(mmkv.__file__).parent), "device": name}

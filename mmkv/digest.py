@@ -65,7 +65,6 @@ def adapters(model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _adapter_weights(module: Any) -> list[tuple[str, str]]:
-    """Return each adapter's weights in a module, as (name of the weights, adapter)."""
     kinds = getattr(module, "adapter_layer_names", ())
     return [(kind, adapter) for kind in kinds for adapter in getattr(module, kind, {})]
 

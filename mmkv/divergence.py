@@ -32,7 +32,6 @@ Row = dict[str, Any]
 FULL = "full"
 # Caches whose bytes differ by no more count as equal: a floor sets their size, not the budget.
 _ALIKE = 0.02
-BUDGETS, WITHIN, REPLY = (0.05, 0.1, 0.2, 0.3, 0.5), 0.05, 48
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,10 @@ def check(
     model: Any,
     inputs: Iterable[Mapping[str, Any]],
     policy: str | Policy = "condense",
-    budgets: Sequence[float | int] = BUDGETS,
+    budgets: Sequence[float | int] = (0.05, 0.1, 0.2, 0.3, 0.5),
     *,
-    within: float = WITHIN,
-    max_new_tokens: int = REPLY,
+    within: float = 0.05,
+    max_new_tokens: int = 48,
     profile: Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,
     **policy_options: Any,
@@ -156,7 +155,7 @@ def check_arguments(
 ) -> None:
     """Check the arguments that need no model."""
     if not 0 < within < math.inf:
-        raise ValueError(f"within={within}: expected nats a token above 0, such as {WITHIN}")
+        raise ValueError(f"within={within}: expected nats a token above 0, such as 0.05")
     if max_new_tokens < 2:
         raise ValueError(
             f"max_new_tokens={max_new_tokens}: expected 2 or more; the first token is predicted "
