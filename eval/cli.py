@@ -160,8 +160,7 @@ def report_command(
     and fronts.png.
     """
     from . import draw
-    from .compare import Comparison
-    from .tabulate import Report
+    from .tabulate import Comparison, Report
 
     if len(folders) == 1 and (folders[0] / "run.json").exists():
         report = Report(folders[0])
@@ -239,7 +238,7 @@ def calibrate_command(
         inputs = encode_prompts(loaded, user_prompts, limit, drawn=loaded.reads_pictures)
         if not loaded.reads_pictures:
             (variant,) = parse_variants([policy], options)
-    profile = calibrate(loaded.model, inputs, variant.name, fraction, **variant.options)
+    profile = calibrate(loaded.model, inputs, variant.policy.name, fraction, **variant.options)
     profile.save(out)
     kept, what = profile.fractions, "kept by layer"
     if profile.curves is not None:

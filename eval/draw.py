@@ -14,8 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from .compare import COSTS, front
-from .tabulate import LABELS, LOWER_IS_BETTER, Report
+from .tabulate import COSTS, LABELS, LOWER_IS_BETTER, Report, front
 from .variants import FULL, Variant, percent
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def fronts(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
             _log(axis.yaxis)
         if metric in LOWER_IS_BETTER:
             axis.invert_yaxis()
-        _head(axis, title if cost == next(iter(COSTS)) else "", LABELS[cost], LABELS[metric])
+        _head(axis, title if cost == COSTS[0] else "", LABELS[cost], LABELS[metric])
     return _finish(figure, "Coloured: no other reaches this quality at this cost")
 
 
@@ -216,9 +215,7 @@ def _draw_layers(axis: Axes, lines: Sequence[tuple[Any, Any]]) -> None:
 
 def _lorenz(model: Any, inputs: Mapping[str, Any], variant: Variant, about: str) -> Figure:
     """Draw the share of importance of the most important tokens, one line a layer."""
-    from mmkv.registry import get_policy
-
-    scores = layer_scores(model, inputs, get_policy(variant.name, **variant.options))
+    scores = layer_scores(model, inputs, variant.policy)
     (figure, (axis,)), lines = _panels(1), list[tuple[Any, Any]]()
     for s in scores:
         # Heads are averaged after each is sorted, as each keeps its own best.

@@ -61,6 +61,38 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return data
 
 
+def read_run(folder: Path, figures: Iterable[str]) -> tuple[dict[str, Any], list[Row]]:
+    """Return a run's settings and environments, and its rows, whose `figures` are numbers or null.
+    Raises RunError if a field is missing or of another type: the files may be someone else's."""
+    from pydantic import ConfigDict, ValidationError, create_model
+
+    def schema(**fields: Any) -> Any:
+        """Return a model of fields by type, or by type and default; others are not read."""
+        types: Any = {name: x if isinstance(x, tuple) else (x, ...) for name, x in fields.items()}
+        config = ConfigDict(extra="allow", allow_inf_nan=False)
+        return create_model("_Schema", __config__=config, **types)
+
+    texts = dict.fromkeys(("model", "suite", "data", "dtype"), str)
+    policies, budgets = dict[str, dict[str, Any]], list[int | float]
+    notes = list[str], []
+    settings = schema(**texts, n=int, policies=policies, budgets=budgets, notes=notes)
+    made = schema(**dict.fromkeys(("id", "mmkv", "torch", "transformers", "device"), str))
+    facts: Any = {"policy": str, "task": str, "index": int, "n": int, "budget": int | float}
+    facts |= {"tags": list[str], "error": (str, ""), **dict.fromkeys(figures, (float | None, None))}
+    of_run, of_row = schema(settings=settings, made_by=list[made]), schema(**facts)
+    run, rows = read_settings(folder), Store(folder).rows()
+    parts = [("run.json", of_run, run)]
+    parts += [(f"row {i}", of_row, row) for i, row in enumerate(rows, start=1)]
+    for part, expected, data in parts:
+        try:
+            expected.model_validate(data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise RunError(f"{folder}: {part}: field {name!r}: {first['msg']}") from None
+    return run, rows
+
+
 class Store:
     """Reader and writer of a run's folder, which is created if it is missing.
 
@@ -104,7 +136,6 @@ class Store:
 
     def append(self, rows: Iterable[Row]) -> None:
         """Append rows to this process's file and flush them to disk."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         with self.append_file.open("a", encoding="utf-8", buffering=1) as file:
             file.writelines(map(_line, rows))
             os.fsync(file.fileno())

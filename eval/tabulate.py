@@ -1,4 +1,5 @@
-"""Tables of a run's rows in the papers' layout: policies by budgets, cells "ppl / ROUGE"."""
+"""Tables of a run's rows in the papers' layout: policies by budgets, cells "ppl / ROUGE"; and of
+several runs: quality against bytes, time to the first token and tokens per second."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import pandas
-from pydantic import ConfigDict, ValidationError, create_model
 
 from mmkv.terminal import Table
 
-from .store import Row, RunError, Store, key_of, read_settings
-from .variants import FULL, METRICS, percent
+from .store import Row, RunError, digest, key_of, read_run, read_settings
+from .variants import FULL, HIDDEN, METRICS, QUESTION, percent
 
-LOWER_IS_BETTER = ("ppl", "divergence")
+COSTS = ("held_bytes", "first_token_s", "tokens_per_s")  # that quality is compared with
+LOWER_IS_BETTER = ("ppl", "divergence", *COSTS[:2])
 # Titles of the figures of a run, and the factor and number of digits with which they are shown.
 _SHOWN: dict[str, tuple[str, float, int]] = {
     "ppl": ("perplexity", 1, 2),
@@ -45,30 +46,7 @@ _MEANS = (
 )
 _SUMS = ("nll", "answer_tokens", "divergence_sum", "next_sum", "next_tokens")
 FIGURES = ("n", "errors", "ppl", "divergence", "next", *_MEANS[:3], "score", *_MEANS[3:])
-
-
-def _schema(fields: dict[str, Any]) -> Any:
-    """Return a model of the required fields by type; other fields are allowed and not read."""
-    field_types: Any = {name: x if isinstance(x, tuple) else (x, ...) for name, x in fields.items()}
-    config = ConfigDict(extra="allow", allow_inf_nan=False)
-    return create_model("_Schema", __config__=config, **field_types)
-
-
 _NUMBERS = [*_MEANS, *_SUMS, "score"]
-_ROW = _schema(
-    {"policy": str, "task": str, "index": int, "n": int, "budget": int | float}
-    | {"tags": list[str], "error": (str, ""), **dict.fromkeys(_NUMBERS, (float | None, None))}
-)
-_SETTINGS = _schema(
-    {**dict.fromkeys(("model", "suite", "data", "dtype"), str), "n": int}
-    | {
-        "policies": dict[str, dict[str, Any]],
-        "budgets": list[int | float],
-        "notes": (list[str], []),
-    }
-)
-_MADE = _schema(dict.fromkeys(("id", "mmkv", "torch", "transformers", "device"), str))
-_RUN = _schema({"settings": _SETTINGS, "made_by": list[_MADE]})
 
 
 @dataclass(frozen=True)
@@ -96,16 +74,6 @@ def paper_tables() -> list[PaperTable]:
     """Return all tables of papers."""
     text = Path(__file__).with_name("papers.json").read_text(encoding="utf-8")
     return [PaperTable(**table) for table in json.loads(text)["tables"]]
-
-
-def _check(place: str, schema: Any, data: Any) -> None:
-    """Raise RunError if `data` does not fit the schema: a run's files may be someone else's."""
-    try:
-        schema.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise RunError(f"{place}: field {name!r}: {first['msg']}") from None
 
 
 def summarise(rows: Any, by: list[str]) -> Any:
@@ -139,10 +107,7 @@ class Report:
         self.made_by: list[dict[str, Any]] = []
         rows: dict[Any, Row] = {}
         for folder in map(Path, folders):
-            run, folder_rows = read_settings(folder), Store(folder).rows()
-            _check(f"{folder}: run.json", _RUN, run)
-            for i, row in enumerate(folder_rows, start=1):
-                _check(f"{folder}: row {i}", _ROW, row)
+            run, folder_rows = read_run(folder, _NUMBERS)
             self.settings: dict[str, Any] = run["settings"]
             self.made_by += [made for made in run["made_by"] if made not in self.made_by]
             rows = {key_of(row): row for row in folder_rows} | rows
@@ -213,18 +178,16 @@ class Report:
         """Return the best value of each metric at a budget, as it is shown."""
         figures = pd.DataFrame([self.figures(p, budget) for p in self.policies])
         low, high = figures.min(), figures.max()
-        best = {m: low[m] if m in LOWER_IS_BETTER else high[m] for m in self.shown}
-        return {m: shown_figure(m, value) for m, value in best.items()}
+        best = {m: low if m in LOWER_IS_BETTER else high for m in self.shown}
+        return {m: shown_figure(m, values[m]) for m, values in best.items()}
 
     def _paper_rows(
-        self, policy: str, cells_wanted: Sequence[tuple[float | int, str]]
+        self, policy: str, wanted: Sequence[tuple[float | int, str]]
     ) -> Iterator[tuple[str, list[str]]]:
         """Yield papers' rows of a policy at pairs of a budget and a task ("": all tasks)."""
         for table in self.papers:
             for name, figures in table.of(policy).items():
-                cells = [
-                    self._paper_cell(figures.get(repr(b), {}), task) for b, task in cells_wanted
-                ]
+                cells = [self._paper_cell(figures.get(repr(b), {}), task) for b, task in wanted]
                 if set(cells) != {NONE}:
                     yield f"paper: {name}", cells
 
@@ -251,9 +214,8 @@ class Report:
 
     def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
         """Return a table for each budget: policies by tasks, or by tags such as capabilities."""
-        scored, shown = "score" in self.shown, self.shown
-        if scored:
-            shown = [m for m in shown if m in ("divergence", "next", "score")]
+        scored = "score" in self.shown
+        shown = [m for m in self.shown if not scored or m in ("divergence", "next", "score")]
         averaged = what == "task" and scored
         tables: list[Table] = []
         for budget in self.budgets:
@@ -355,3 +317,83 @@ def _cell(figures: Any, shown: Sequence[str], best: dict[str, str] | None = None
         pairs = zip(shown, texts, strict=True)
         texts = [f"**{x}**" if x == best[m] != NONE else x for m, x in pairs]
     return " / ".join(texts) + ("†" if figures["errors"] else "")
+
+
+class Comparison:
+    """All runs below some folders: quality against bytes, time and speed. Raises RunError if a run
+    is damaged, or if no policy other than the full cache was measured."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        runs: dict[str, list[Path]] = {}
+        for folder in folders:
+            run_folders = [path.parent for path in sorted(folder.rglob("run.json"))]
+            if not run_folders:
+                raise RunError(f"{folder}: no run here")
+            for path in run_folders:
+                runs.setdefault(digest(read_settings(path)["settings"]), []).append(path)
+        # Folders with the same settings hold parts of one run: their rows are merged.
+        self.reports = [Report(*paths) for paths in runs.values()]
+        parts = [_points(report, hidden) for report in self.reports for hidden in (False, True)]
+        self.points = pd.concat(parts, ignore_index=True)
+        if self.points.empty:
+            raise RunError(f"{folders[0]}: no policy but the full cache was measured")
+
+    def sections(self) -> list[tuple[str, list[str], Any]]:
+        """Return title, metrics and points of each section; all of its runs have these metrics."""
+        sections: list[tuple[str, list[str], Any]] = []
+        for key, points in self.points.groupby(["model", "suite", "data", "question"], sort=False):
+            model, suite, data, question = map(str, key)
+            counts = points.groupby("run")[[*METRICS]].count().min()
+            if metrics := [m for m in METRICS if counts[m]]:
+                title = f"{suite} ({data}), question {question}: {model}"
+                sections.append((title, metrics, points))
+        return sections
+
+    def tables(self) -> list[Table]:
+        """Return a table a section; points on the front of quality against bytes are bold."""
+        tables: list[Table] = []
+        for title, metrics, points in self.sections():
+            front_rows = front(points, "held_bytes", metrics[-1]).index
+            names, rows = [*metrics, *COSTS], list[tuple[str, list[str]]]()
+            for i, point in points.iterrows():
+                label = f"**{point['label']}**" if i in front_rows else str(point["label"])
+                cells = [shown_figure(name, point[name]) for name in names]
+                rows.append((label, [*cells, str(point["n"] - point["errors"]), point["run"]]))
+            columns = [*(LABELS[name] for name in names), "prompts", "run"]
+            tables.append(Table("policy, kept", columns, rows, title))
+        return tables
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write runs.md and runs.csv into a folder; return their paths."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text, data = folder / "runs.md", folder / "runs.csv"
+        parts = [table.markdown for table in self.tables()]
+        for report in self.reports:
+            title = f"## {report.settings['suite']}, {report.settings['model']}\n"
+            parts.append("\n".join([title, *(f"- {note}" for note in report.notes()), ""]))
+        text.write_text("\n".join(parts), encoding="utf-8")
+        self.points.to_csv(data, index=False)
+        return [text, data]
+
+
+def _points(report: Report, hidden: bool) -> Any:
+    """Return a run's points with the question visible, or hidden; the full cache is in both."""
+    points, suffix = report.summaries[""].reset_index(), f":{QUESTION}={HIDDEN}"
+    matches = (points["policy"] == FULL) | (points["policy"].str.endswith(suffix) == hidden)
+    points = points[matches & (points["errors"] < points["n"])]
+    if (points["policy"] == FULL).all():
+        return points.head(0)
+    policy = points["policy"].str.removesuffix(suffix)
+    kept = [percent(json.loads(text)) for text in points["kept"]]
+    label = policy.where(policy == FULL, policy + " " + kept)
+    facts = {name: report.settings[name] for name in ("model", "suite", "data")}
+    facts |= {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}
+    return points.assign(**facts, policy=policy, kept=kept, label=label)
+
+
+def front(points: Any, cost: str, metric: str) -> Any:
+    """Return, by rising cost, the points that no cheaper or equally cheap one beats in a metric."""
+    finite = points[np.isfinite(points[[cost, metric]]).all(axis=1)]
+    price, loss = (finite[x] * (1 if x in LOWER_IS_BETTER else -1) for x in (cost, metric))
+    order = finite.assign(price=price, loss=loss).sort_values(["price", "loss"], kind="stable")
+    return finite.loc[order.index[order["loss"] < order["loss"].cummin().shift(fill_value=np.inf)]]

@@ -7,9 +7,12 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmkv.budgets import note, number, parse
+
+if TYPE_CHECKING:
+    from mmkv.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +31,8 @@ class Variant:
     """A policy with the options that a run gives it."""
 
     label: str  # as the user wrote it, such as "prefixkv:layers=uniform"
-    name: str  # of the registered policy
-    options: dict[str, Any]  # those that differ from the defaults
+    policy: Policy
+    options: dict[str, Any]  # of the policy, those that differ from its defaults
     profile: str | None = None  # a path, in which "{budget}" stands for the kept fraction
     kv_dtype: str | None = None  # "int8" or "int4" if kept pairs are quantised
     evict_chunks: int | None = None  # tokens between evictions; None: prompts are read at once
@@ -37,18 +40,16 @@ class Variant:
 
     def budgets(self, budgets: Sequence[float | int]) -> list[float | int]:
         """Return the budgets it runs at: the full cache has only one."""
-        from mmkv.registry import get_policy
-
-        return [1.0] if get_policy(self.name, **self.options).keeps_all else list(budgets)
+        return [1.0] if self.policy.keeps_all else list(budgets)
 
     @contextmanager
     def wrapped(self, model: Any, budget: float | int) -> Generator[Any]:
         """Wrap the model with this policy, for the length of a `with` block."""
         from mmkv.wrapping import comparing, wrapped
 
-        wrap_options: dict[str, Any] = {PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
-        wrap_options |= {CHUNKS: self.evict_chunks is not None}
-        with comparing(), wrapped(model, self.name, budget, **wrap_options, **self.options):
+        options: Any = {PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
+        options |= {CHUNKS: self.evict_chunks is not None}
+        with comparing(), wrapped(model, self.policy, budget, **options):
             yield model
 
     def profile_at(self, budget: float | int) -> str | None:
@@ -107,20 +108,21 @@ def _parse(text: str, options: Mapping[str, Any], builtin: bool) -> tuple[Varian
         raise ValueError(f"evict_chunks={chunk!r}: expected the tokens of a chunk, 1 or more")
     if kv_dtype is not None:
         quantize.check(kv_dtype)
-    policy = get_policy(name, **own_options)
-    known = set(policy.flat())
+    alone = get_policy(name, **own_options)
+    known = set(alone.flat())
     shared = {k: v for k, v in options.items() if k in known}
-    if builtin and "window" in known and policy.window_size:
+    if builtin and "window" in known and alone.window_size:
         shared = {"window": BUILTIN_WINDOW} | shared
     policy_options = exact_share(name) | shared | own_options
-    if get_policy(name, **policy_options).layers.learns:
+    policy = get_policy(name, **policy_options)
+    if policy.layers.learns:
         raise ValueError(
             f"policy {text!r}: allocation='sampled' goes by the order of requests, which a run "
             "that stops and goes on has not: give it a profile of `mmkv calibrate`, or use "
             "allocation='mini-prefill'"
         )
-    label = ":".join([name, *parts])
-    return Variant(label, name, policy_options, profile, kv_dtype, chunk, question == HIDDEN), known
+    label, hidden = ":".join([name, *parts]), question == HIDDEN
+    return Variant(label, policy, policy_options, profile, kv_dtype, chunk, hidden), known
 
 
 def with_question(policies: Sequence[str], question: str) -> list[str]:

@@ -112,9 +112,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def check_place(folder: Path) -> None:
     """Refuse a folder that neither exists nor can be made."""
-    existing = folder
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = next(x for x in (folder, *folder.parents) if x.exists())
     if not existing.is_dir():
         raise ValueError(f"--out {folder}: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +32,6 @@ from mmkv.eval.speed import models
 from mmkv.eval.speed.rival import Worker, nearest_press, press_label
 from mmkv.eval.store import describe_environment
 from mmkv.eval.variants import parse_variants
-from mmkv.registry import get_policy
 from mmkv.terminal import Table, tell
 from mmkv.wrapping import comparing
 
@@ -89,7 +88,7 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
         text = variant.label
         if variant.hidden or variant.evict_chunks:
             raise ValueError(f"policy {text!r}: the bench knows neither questions nor chunks")
-        policy, options = get_policy(variant.name, **variant.options), variant.recorded
+        policy, options = variant.policy, variant.recorded
         if policy.keeps_all or policy.layers.retention is not None:
             rows.append(Row(text, policy.name, options=options))
             continue
@@ -143,8 +142,8 @@ class Bench:
         gc.freeze()
         for row in self.rows:
             tell(f"{setting.name}: warm-up, {row.label}")
-            with _noting_failure(row), closing(self._make(row)) as reply:
-                self._read(row, reply)
+            self._take_turns([row], 0)
+            row.prefill_s.clear()
         one_by_one = self._free() < 2 * sum(row.cache_bytes for row in self.rows)
         if one_by_one:
             notes.append("caches do not fit side by side: steps follow each prefill")
@@ -157,7 +156,7 @@ class Bench:
             rows = [row for row in self.rows if not row.note]
             self.order.shuffle(rows)
             for group in [[row] for row in rows] if one_by_one else [rows]:
-                self._take_turns(group)
+                self._take_turns(group, setting.new - 1)
             last_round = time.monotonic() - start
         gc.unfreeze()
         self._compare()
@@ -169,14 +168,17 @@ class Bench:
         }
         return Result(setting, self.rows, environment, notes)
 
-    def _take_turns(self, rows: Sequence[Row]) -> None:
+    def _take_turns(self, rows: Sequence[Row], steps: int) -> None:
         """Time each row's prompt, then steps of all rows in random order, so that steps pair up."""
         replies: list[tuple[Row, Any]] = []
         for row in rows:
             with _noting_failure(row):
-                replies.append((row, self._make(row)))
-                row.prefill_s.append(self._read(*replies[-1]))
-        for i in range(self.setting.new - 1):
+                replies.append((row, reply := self._make(row)))
+                seconds, row.cache_bytes, _ = next(reply)
+                row.prefill_s.append(seconds)
+                for _ in range(self.warm):
+                    _, row.cache_bytes, _ = next(reply)
+        for i in range(steps):
             # A row alone takes all of its steps, as many as the rows of the other turns.
             if i and len(rows) > 1 and time.monotonic() > self.until:
                 break
@@ -187,13 +189,6 @@ class Bench:
                         row.step_s.append(seconds)
         for _, reply in replies:
             reply.close()
-
-    def _read(self, row: Row, reply: Any) -> float:
-        """Read a row's prompt and make its warm-up steps; return the prompt's seconds."""
-        seconds, row.cache_bytes, _ = next(reply)
-        for _ in range(self.warm):
-            _, row.cache_bytes, _ = next(reply)
-        return seconds
 
     def _compare(self) -> None:
         """Measure each row's distance from the unwrapped model on the texts."""

@@ -10,9 +10,9 @@ import pytest
 from test_eval_report import PNG, call, row, write_run
 
 from helpers.models import make_model
-from mmkv.eval.compare import Comparison, front
 from mmkv.eval.runner import fitting
 from mmkv.eval.store import RunError
+from mmkv.eval.tabulate import Comparison, front
 
 HIDDEN = ":question=hidden"
 SPREAD = {"a": (1, 0.2), "b": (2, 0.1), "c": (3, 0.5), "d": (3, 0.6), "e": (4, 0.6), "f": (9, 0.9)}

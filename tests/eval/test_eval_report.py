@@ -275,7 +275,7 @@ def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
     real = measure._measure
 
     def fail(variant, budget, batch):
-        if variant.name == "snapkv":
+        if variant.policy.name == "snapkv":
             raise ValueError("no room")
         return real(variant, budget, batch)
 

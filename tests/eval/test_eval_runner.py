@@ -217,7 +217,7 @@ def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp
     real = measure._measure
 
     def refuse(variant, budget, batch):
-        if variant.name == "snapkv" and {1, 3} & set(batch.indices):
+        if variant.policy.name == "snapkv" and {1, 3} & set(batch.indices):
             raise ValueError("8 must be kept\nand more")
         return real(variant, budget, batch)
 

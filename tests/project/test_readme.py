@@ -285,7 +285,7 @@ class TestCommands:
         Path("small_keys.py").write_text(blocks("docs/extending.md", "python")[1])
         monkeypatch.setattr("mmkv.chat.load", reached)
         monkeypatch.setattr("mmkv.eval.prompts.token_counter", lambda name: len)
-        monkeypatch.setattr("mmkv.eval.compare.Comparison", reached)
+        monkeypatch.setattr("mmkv.eval.tabulate.Comparison", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
         if "--preset" in words:  # those of papers are for a GPU
             monkeypatch.setattr("mmkv.loading.models.find_device", lambda name: "cuda")
