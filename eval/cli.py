@@ -210,7 +210,6 @@ def calibrate_command(
     from mmkv.calibration import calibrate
 
     from .prompts import encode_prompts, encode_samples, read_prompts, token_counter
-    from .samples import Sample
     from .suites.registry import BUILTIN, default_data, load_suite
     from .variants import parse_options, parse_variants
 
@@ -225,10 +224,9 @@ def calibrate_command(
         raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
     user_prompts = None if prompts is None else read_prompts(prompts)
     (variant,) = parse_variants([policy], options, builtin=user_prompts is None and data == BUILTIN)
-    samples = list[Sample]()
-    if uses_suite:
-        fields: Any = {"limit": limit, "image_folder": image_folder, "length": length}
-        samples = load_suite(suite, data, count=token_counter(model), **fields)
+    fields: Any = {"limit": limit, "image_folder": image_folder, "length": length}
+    fields |= {"count": token_counter(model)}
+    samples = load_suite(suite, data, **fields) if uses_suite else []
     _check_file(out)
     loaded = chat.load(model, device, dtype, device_map)
     _check_readable(loaded, samples)

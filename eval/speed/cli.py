@@ -75,8 +75,10 @@ def bench_command(
         if typed:
             raise ValueError(f"--{typed[0]} stands before {command!r}, which has its own options")
         return
+    from mmkv.eval.prompts import token_counter
     from mmkv.eval.speed.bench import PRESETS, Setting, make_rows
     from mmkv.eval.speed.models import SHAPES
+    from mmkv.eval.suites.registry import load_suite
     from mmkv.eval.variants import split
     from mmkv.loading.models import find_device
 
@@ -106,7 +108,9 @@ def bench_command(
     if data is not None:
         if preset or model in SHAPES:
             raise ValueError(f"--data {data}: models with random weights read no texts")
-        samples = _samples(data, model, prompt)
+        request: Any = {"limit": 10, "length": prompt, "count": token_counter(model)}
+        for suite, task in (("documents", "text"), ("ruler", "niah_single_2")):
+            samples[task] = load_suite(suite, data, tasks=[task], **request)
     settings = [replace(setting, rounds=rounds) for setting in settings]
     _run(settings, device, dtype, kvpress_python, samples, until, out)
 
@@ -148,16 +152,6 @@ def _run(
     if user_rows and not any(row.step_s for row in user_rows):
         say(f"nothing could be measured: {user_rows[0].label}: {user_rows[0].note}")
         raise typer.Exit(1)
-
-
-def _samples(data: Path, model: str, tokens: int) -> dict[str, list[Any]]:
-    """Return ten texts that go on, and ten of RULER's in which a number is asked for."""
-    from mmkv.eval.prompts import token_counter
-    from mmkv.eval.suites.registry import load_suite
-
-    request: Any = {"limit": 10, "length": tokens, "count": token_counter(model)}
-    kinds = ("documents", "text"), ("ruler", "niah_single_2")
-    return {task: load_suite(suite, data, tasks=[task], **request) for suite, task in kinds}
 
 
 def _encoded(loaded: Loaded, samples: list[Any], new: int) -> list[tuple[Any, Any]]:
@@ -221,9 +215,8 @@ def serve_command(
     net.generation_config.eos_token_id = None  # every reply then has `new` tokens
     net.generation_config.do_sample = False
     prompts = serve.make_requests(loaded, requests, tokens, pictures, documents, data)
-    size: Any = {"new": new, "budget": budget, "memory": int(cache_memory * 1e6)}
-    load: Any = {"rate": rate, "clients": clients}
-    rows = serve.compare(loaded, prompts, **size, **load)
+    options: Any = {"new": new, "budget": budget, "rate": rate, "clients": clients}
+    rows = serve.compare(loaded, prompts, memory=int(cache_memory * 1e6), **options)
     pace = f"{clients} clients" if clients else f"{rate:g} a second"
     title = f"{model} on {net.device}: {requests} requests, {pace}, {cache_memory:g} MB of cache"
     notes = ["F1: of words, with the full cache's replies"]
