@@ -137,8 +137,7 @@ def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
         if len(batch.indices) == 1:
             (row,) = _new_rows(variant, budget, batch)
             return [row | {"error": str(error).splitlines()[0]}]
-    single_batches = [Batch(job, [i]) for i in batch.indices]
-    return [row for single in single_batches for row in measure(variant, budget, single)]
+    return [row for i in batch.indices for row in measure(variant, budget, Batch(job, [i]))]
 
 
 def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:

@@ -1,6 +1,7 @@
 """Models for timing, with random weights in the shape of real ones, and timed replies.
 
-It is also imported in kvpress's environment, so of mmkv it imports only `mmkv.calls`.
+It is also imported in kvpress's environment, for its `Replies`, so of mmkv it imports only
+`mmkv.calls`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import copy
 import gc
 import time
 from collections.abc import Generator
+from importlib import import_module
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -158,3 +161,70 @@ def _cache_bytes(cache: Any) -> int:
     tensors = (getattr(x, name, None) for x in cache.layers for name in ("keys", "values"))
     storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
     return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
+
+
+class Replies:
+    """A model in kvpress's environment, and its unfinished replies by label."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.replies: dict[str, Any] = {}
+        self.prompt, self.full = list[int](), None  # the last text, and its full cache's reply
+
+    def load(
+        self, device: str, dtype: str, threads: int, shape: Any = None, path: str = ""
+    ) -> dict[str, Any]:
+        """Make the model of a shape, or load it from a path; return the libraries' versions."""
+        torch.set_num_threads(threads)
+        if shape is not None:
+            self.model = make(shape, device, dtype)
+        else:
+            maker: Any = hf.AutoModelForCausalLM
+            model = maker.from_pretrained(path, dtype=getattr(torch, dtype), use_safetensors=True)
+            self.model = model.to(device).eval()
+        gc.collect()
+        gc.freeze()
+        versions: dict[str, Any] = dict.fromkeys(("kvpress", "transformers", "torch"))
+        return versions | {x.name: x.version for x in distributions() if x.name in versions}
+
+    def step(self, label: str, press: dict[str, Any], batch: int, prompt: int) -> tuple[float, int]:
+        """Read a reply's random prompt, or make its next step; return its seconds, and the cache's
+        bytes after it."""
+        if label not in self.replies:
+            ids = make_prompt(self.model, batch, prompt)
+            self.replies[label] = self._reply(press, ids)
+        return next(self.replies[label])[:2]
+
+    def close(self, label: str) -> None:
+        """Close a reply and free its memory."""
+        self.replies.pop(label).close()
+
+    def distance(
+        self, press: dict[str, Any], prompt: list[int], answer: list[int]
+    ) -> tuple[float, float]:
+        """Return the distance from the full cache along the answer to a prompt."""
+        device = self.model.device
+        ids, tokens = torch.tensor([prompt], device=device), torch.tensor(answer, device=device)
+        if prompt != self.prompt:
+            self.prompt, self.full = prompt, along(reply(twin(self.model), ids), tokens)
+        return distance(self._reply(press, ids), tokens, self.full)
+
+    def _reply(self, press: dict[str, Any], ids: Any) -> Any:
+        # A twin for each reply, as presses leave state on modules.
+        model = twin(self.model)
+        if press.get("eager"):
+            model.set_attn_implementation("eager")
+        # KVzip finds the cache among the model's arguments.
+        own = reply(model, ids, hf.DynamicCache(config=model.config))
+        start = now(ids.device)
+        # KVzip reads the prompt again when its context is left, by itself with gradients.
+        with torch.no_grad(), _press(press)(model):
+            _, nbytes, logits = next(own)
+        sent = yield now(ids.device) - start, nbytes, logits
+        while True:
+            sent = yield own.send(sent)
+
+
+def _press(spec: dict[str, Any]) -> Any:
+    inner = [_press(spec["inner"])] if "inner" in spec else []
+    return getattr(import_module("kvpress"), spec["name"])(*inner, **spec["options"])

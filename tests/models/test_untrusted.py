@@ -16,7 +16,7 @@ from helpers.memory import bounded
 from helpers.models import make_model
 from mmkv import chat
 from mmkv.eval import store
-from mmkv.eval.speed.rival import Replies
+from mmkv.eval.speed.models import Replies
 from mmkv.eval.suites.registry import load_suite
 
 SOURCES = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def test_the_rivals_process_loads_no_pickled_weights(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     asked = {"path": str(tmp_path), "device": "cpu", "dtype": "float32"}
-    rival = Replies(models=None)
+    rival = Replies()
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         rival.load(**asked, threads=torch.get_num_threads())
 
