@@ -169,7 +169,8 @@ class Replies:
     def __init__(self) -> None:
         self.model: Any = None
         self.replies: dict[str, Any] = {}
-        self.prompt, self.full = list[int](), None  # the last text, and its full cache's reply
+        self.prompt = list[int]()  # the last text
+        self.full: Any = None  # log-probabilities of the full cache's reply to it
 
     def load(
         self, device: str, dtype: str, threads: int, shape: Any = None, path: str = ""
