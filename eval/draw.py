@@ -14,12 +14,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
+from .store import FULL, percent
 from .tabulate import COSTS, LABELS, LOWER_IS_BETTER, Report, front
-from .variants import FULL, Variant, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch import Tensor
+
+    from .variants import Variant
 
 _HINTS = {
     "ppl": " (lower is better)",

@@ -32,8 +32,8 @@ from .prompts import Encoder
 from .replay import Capture, applies, behind, continued
 from .samples import Sample
 from .scoring import rouge, score
-from .store import Row
-from .variants import FULL, Variant
+from .store import FULL, Row
+from .variants import Variant
 
 COMPARED = {"divergence", "next"}  # metrics that compare next tokens with the full cache's
 

@@ -24,8 +24,8 @@ from mmkv.terminal import bar, say
 from .measure import COMPARED, Batch, Job, measure
 from .prompts import Encoder, longest
 from .samples import Sample
-from .store import Row, Store, describe_environment, digest, file_digests, key_of
-from .variants import FULL, METRICS, Variant, parse_variants
+from .store import FULL, METRICS, Row, Store, describe_environment, digest, file_digests, key_of
+from .variants import Variant, parse_variants
 
 
 def find_processes(device: str | None = None) -> PartialState:

@@ -19,6 +19,9 @@ from typing import Any
 Row = dict[str, Any]
 Key = tuple[str, str, int]
 
+# Names in rows: the full cache, metrics, and a policy's option that hides questions.
+FULL, METRICS = "full", ("ppl", "divergence", "next", "rouge", "score")
+QUESTION, HIDDEN = "question", "hidden"
 _SETTINGS, _ROWS = "run.json", "rows.jsonl"
 
 
@@ -162,6 +165,11 @@ class Store:
 
 def _line(row: Row) -> str:
     return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def percent(budget: float | int) -> str:
+    """Return a budget as a percentage or a number of tokens, for display."""
+    return f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens"
 
 
 def digest(data: Any) -> str:

@@ -15,8 +15,8 @@ import pandas
 
 from mmkv.terminal import Table
 
-from .store import Row, RunError, digest, key_of, read_run, read_settings
-from .variants import FULL, HIDDEN, METRICS, QUESTION, percent
+from . import store
+from .store import FULL, HIDDEN, METRICS, QUESTION, Row, RunError, percent
 
 COSTS = ("held_bytes", "first_token_s", "tokens_per_s")  # that quality is compared with
 LOWER_IS_BETTER = ("ppl", "divergence", *COSTS[:2])
@@ -107,10 +107,10 @@ class Report:
         self.made_by: list[dict[str, Any]] = []
         rows: dict[Any, Row] = {}
         for folder in map(Path, folders):
-            run, folder_rows = read_run(folder, _NUMBERS)
+            run, folder_rows = store.read_run(folder, _NUMBERS)
             self.settings: dict[str, Any] = run["settings"]
             self.made_by += [made for made in run["made_by"] if made not in self.made_by]
-            rows = {key_of(row): row for row in folder_rows} | rows
+            rows = {store.key_of(row): row for row in folder_rows} | rows
         if not rows:
             raise RunError(f"{self.folder}: no finished row yet")
         name, suite = self.settings["model"].lower().replace("_", "-"), self.settings["suite"]
@@ -326,11 +326,11 @@ class Comparison:
     def __init__(self, folders: Sequence[Path]) -> None:
         runs: dict[str, list[Path]] = {}
         for folder in folders:
-            run_folders = [path.parent for path in sorted(folder.rglob("run.json"))]
-            if not run_folders:
+            files = sorted(folder.rglob("run.json"))
+            if not files:
                 raise RunError(f"{folder}: no run here")
-            for path in run_folders:
-                runs.setdefault(digest(read_settings(path)["settings"]), []).append(path)
+            for run in (path.parent for path in files):
+                runs.setdefault(store.digest(store.read_settings(run)["settings"]), []).append(run)
         # Folders with the same settings hold parts of one run: their rows are merged.
         self.reports = [Report(*paths) for paths in runs.values()]
         parts = [_points(report, hidden) for report in self.reports for hidden in (False, True)]

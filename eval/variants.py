@@ -7,22 +7,21 @@ import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmkv.budgets import note, number, parse
+from mmkv.cache import quantize
+from mmkv.policy import Policy
+from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
+from mmkv.wrapping import comparing, wrapped
 
-if TYPE_CHECKING:
-    from mmkv.policy import Policy
+from .store import HIDDEN, QUESTION
 
 logger = logging.getLogger(__name__)
 
-FULL = "full"
-# The metrics that a run can measure.
-METRICS = ("ppl", "divergence", "next", "rouge", "score")
 # Built-in prompts are short: a window of 32 tokens would exceed a budget of a tenth.
 BUILTIN_WINDOW = 8
 PROFILE, KV_DTYPE, CHUNKS = "profile", "kv_dtype", "evict_chunks"
-QUESTION, HIDDEN = "question", "hidden"
 QUESTIONS = ("visible", HIDDEN, "both")
 
 
@@ -45,8 +44,6 @@ class Variant:
     @contextmanager
     def wrapped(self, model: Any, budget: float | int) -> Generator[Any]:
         """Wrap the model with this policy, for the length of a `with` block."""
-        from mmkv.wrapping import comparing, wrapped
-
         options: Any = {PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
         options |= {CHUNKS: self.evict_chunks is not None}
         with comparing(), wrapped(model, self.policy, budget, **options):
@@ -94,9 +91,6 @@ def parse_variants(
 
 def _parse(text: str, options: Mapping[str, Any], builtin: bool) -> tuple[Variant, set[str]]:
     """Return one variant, and the names of its policy's options."""
-    from mmkv.cache import quantize
-    from mmkv.registry import exact_share, get_policy, policy_class
-
     name, *parts = text.strip().split(":")
     name = policy_class(name).name
     own_options = parse_options(parts)
@@ -130,8 +124,6 @@ def with_question(policies: Sequence[str], question: str) -> list[str]:
 
     The full cache is the same with either, so it is not changed. Raises ValueError.
     """
-    from mmkv.registry import policy_class
-
     if question not in QUESTIONS:
         raise ValueError(f"question={question!r}: expected one of {', '.join(QUESTIONS)}")
     texts: list[str] = []
@@ -162,11 +154,6 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def percent(budget: float | int) -> str:
-    """Return a budget as a percentage or a number of tokens, for display."""
-    return f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens"
-
-
 def plugin_arguments(
     policy: str, budget: float | int | str | None, profile: str | None, kwargs: dict[str, Any]
 ) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
@@ -175,8 +162,6 @@ def plugin_arguments(
     "plugin" names a file with policies or parts of the user, which is loaded first. Raises
     ValueError for an unknown policy, option or budget, or a file that registers nothing.
     """
-    from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
-
     if plugin := kwargs.get("plugin"):
         load_plugin(plugin)
     names = {*option_types(policy_class(policy)), KV_DTYPE}
