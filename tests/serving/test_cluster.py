@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 import sys
+from collections import namedtuple
 from types import SimpleNamespace
 
 import psutil
@@ -20,6 +21,7 @@ cluster = pytest.importorskip("mmkv.serving.cluster", reason="pip install 'mmkv[
 ray_errors = pytest.importorskip("ray.exceptions")
 RayActorError, TaskCancelledError = ray_errors.RayActorError, ray_errors.TaskCancelledError
 HOT, LOST = Sampling(temperature=1.0), RayActorError()
+Id = namedtuple("Id", "unique_id")
 
 
 class TestPrefixKey:
@@ -31,17 +33,15 @@ class TestPrefixKey:
         ]
 
     def test_is_of_what_requests_share(self):
+        assert cluster.prefix_key([{"role": "user", "content": "What?"}]) == ""
         key = cluster.prefix_key(self.messages())
         assert key == cluster.prefix_key(self.messages(question="Where?"))
         assert key != cluster.prefix_key(self.messages(system="Be long."))
         assert key != cluster.prefix_key(self.messages(colour="blue"))
 
-    def test_is_empty_where_they_share_nothing(self):
-        assert cluster.prefix_key([{"role": "user", "content": "What?"}]) == ""
-
 
 class TestRanked:
-    """By what `ranked` says of itself: keys spread, follow each other, and avoid the busy."""
+    """By what `ranked` says of itself: keys spread, and follow each other."""
 
     def test_keys_go_to_all_replicas_alike(self):
         first = [cluster.ranked(f"key {i}", dict.fromkeys("abcd", 0), 4)[0] for i in range(400)]
@@ -53,17 +53,40 @@ class TestRanked:
             rest = {name: 0 for name in "abcd" if name != order[1]}
             assert cluster.ranked(f"key {i}", rest, 4) == [order[0], *order[2:]]
 
-    def test_a_busy_one_comes_last(self):
-        first, *rest = cluster.ranked("key", dict.fromkeys("abcd", 0), 4)
-        held = dict.fromkeys("abcd", 0)
-        assert cluster.ranked("key", {**held, first: 3}, 4) == [first, *rest]
-        assert cluster.ranked("key", {**held, first: 4}, 4) == [*rest, first]
-
     def test_all_are_busy_alike(self):
         first, *rest = cluster.ranked("key", dict.fromkeys("abcd", 0), 4)
         held = dict.fromkeys("abcd", 40)
         assert cluster.ranked("key", {**held, first: 54}, 4) == [first, *rest]
         assert cluster.ranked("key", {**held, first: 56}, 4) == [*rest, first]
+
+
+class TestPrefixRouter:
+    """Which of Ray's replicas it chooses, by what these hold."""
+
+    def choose(self, key, held, busy=4):
+        class Router(cluster.PrefixRouter):
+            replica_queue_len_cache = held
+
+        router = object.__new__(Router)
+        router.initialize_state(busy=busy)
+        replicas = [SimpleNamespace(replica_id=Id(x)) for x in "abc"]
+        pending = None if key is None else SimpleNamespace(args=[key])
+        found = asyncio.run(router.choose_replicas(replicas, pending))
+        return [[x.replica_id.unique_id for x in group] for group in found]
+
+    def test_without_a_key_all_are_offered(self):
+        assert self.choose("", {}) == self.choose(None, {}) == [["a", "b", "c"]]
+
+    def test_a_key_has_an_order_and_the_busy_come_last(self):
+        order = [x for (x,) in self.choose("key", {})]
+        assert sorted(order) == ["a", "b", "c"]
+        held = {Id(order[0]): 4, Id(order[1]): 3}
+        assert [x for (x,) in self.choose("key", held)] == [order[1], order[2], order[0]]
+
+    def test_a_replica_of_which_nothing_is_known_is_not_busy(self):
+        for key in map(str, range(20)):  # "a" has one request, "b" none
+            order = self.choose(key, {Id("a"): 1, Id("b"): 0}, busy=1)
+            assert order[-1] == ["a"]
 
 
 def test_ray_is_missing(monkeypatch, capsys):
@@ -139,15 +162,11 @@ class TestReply:
         return tokens, reply
 
     def test_of_one_replica(self):
-        replicas = WrittenReplicas([event(1), event(2), END])
-        tokens, reply = self.read(replicas)
-        assert (tokens, reply.finish_reason, replicas.noted) == ([1, 2], "stop", ["a"])
-
-    def test_text_without_a_token_is_not_counted(self):
-        """The end of a text that a stop was looked for in is told by an event of its own."""
+        """Text without a token, the end of one that a stop was looked for in, is not counted."""
         replicas = WrittenReplicas([event(1), ("event", (Event(-1, "end"), Usage())), END])
-        tokens, _ = self.read(replicas)
-        assert (tokens, replicas.tokens) == ([1, -1], 1)
+        tokens, reply = self.read(replicas)
+        assert (tokens, reply.finish_reason, replicas.noted) == ([1, -1], "stop", ["a"])
+        assert replicas.tokens == 1
 
     def test_what_a_replica_holds_is_told_with_its_end(self):
         """The sums of its engine, 0 where the engine says nothing of one."""
@@ -182,22 +201,17 @@ class TestReply:
             self.read(replicas)
         assert caught.value.status == 503
 
-    @pytest.mark.slow
-    def test_of_none_that_lives(self):
-        replicas = WrittenReplicas(*[[LOST]] * 9)
-        with pytest.raises(cluster.RequestError, match="lost") as caught:
-            self.read(replicas)
-        assert (caught.value.status, replicas.asked) == (503, 4)
-
-    def test_is_asked_again_soon_and_later_each_time(self, monkeypatch):
-        waited = []
+    def test_of_none_that_lives(self, monkeypatch):
+        """It is asked again soon, and later each time."""
+        replicas, waited = WrittenReplicas(*[[LOST]] * 9), []
 
         async def sleep(seconds):
             waited.append(seconds)
 
         monkeypatch.setattr(cluster.asyncio, "sleep", sleep)
-        with pytest.raises(cluster.RequestError):
-            self.read(WrittenReplicas(*[[LOST]] * 4))
+        with pytest.raises(cluster.RequestError, match="lost") as caught:
+            self.read(replicas)
+        assert (caught.value.status, replicas.asked) == (503, 4)
         assert waited == pytest.approx([0.2, 0.4, 0.6])
 
     def test_of_none_that_answers(self):
@@ -400,6 +414,7 @@ def asking(colour, question="What is red?", **more):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("replicas")  # starting them takes long
 class TestReplicas:
     def test_go_by_prefix(self, replicas):
         with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
@@ -409,12 +424,6 @@ class TestReplicas:
                     for _ in range(5)
                 ]
                 assert shared == [False, True, True, True, True]
-
-    def test_refuse_as_one_engine_does(self, replicas):
-        with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
-            for more in ({"policy": "best"}, {"budget": 0}):
-                with pytest.raises(openai.BadRequestError, match=r"best|budget"):
-                    client.chat.completions.create(**asking("red"), extra_body={"mmkv": more})
 
     def test_answer_as_one_engine_does(self, replicas):
         with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
@@ -428,13 +437,6 @@ class TestReplicas:
             assert caught.value.code == "context_length_exceeded"
         tokens = replicas[0].tokenize(prompt="What is red?")
         assert len(tokens) == answer.usage.prompt_tokens
-
-    def test_a_client_that_leaves(self, replicas):
-        with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
-            stream = client.chat.completions.create(**asking("red"), stream=True, max_tokens=500)
-            next(iter(stream))
-            stream.close()
-        assert until(lambda: replicas[0].stats().running == 0)
 
     def test_one_is_killed_under_load(self, replicas, caplog):
         questions = [

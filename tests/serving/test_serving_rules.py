@@ -2,12 +2,10 @@
 
 import asyncio
 import base64
-import http.client
 import io
 import json
 import re
 import time
-from collections import namedtuple
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +30,12 @@ from mmkv.serving.api import ChatRequest, CompletionRequest
 from mmkv.serving.batch import _let_go
 from mmkv.serving.errors import RequestError
 from mmkv.serving.memory import Bounds
-from mmkv.serving.pictures import _fetched, read_picture
+from mmkv.serving.pictures import read_picture
 from mmkv.serving.prompts import chunk_size
 from mmkv.serving.reply import MOST_LOGPROBS, Sampling, TextStream, overlap
 from mmkv.serving.worker import Worker
 
 CHUNK = 64
-Id = namedtuple("Id", "unique_id")
 
 
 def promised(policy, budget, tokens, new, behind=0, **options):
@@ -144,45 +141,6 @@ def test_more_likely_tokens_than_are_told_are_refused():
     for n in (-1, MOST_LOGPROBS + 1):
         with pytest.raises(ValueError, match=f"logprobs={n}: expected 0 to {MOST_LOGPROBS}"):
             Sampling(logprobs=n)
-
-
-class TestPrefixRouter:
-    """Which of Ray's replicas it chooses, by what these hold."""
-
-    def choose(self, key, held, busy=4):
-        pytest.importorskip("ray.serve", reason="pip install 'mmkv[ray]'")
-        from mmkv.serving.cluster import PrefixRouter
-
-        class Router(PrefixRouter):
-            replica_queue_len_cache = held
-
-        router = object.__new__(Router)
-        router.initialize_state(busy=busy)
-        replicas = [SimpleNamespace(replica_id=Id(x)) for x in "abc"]
-        pending = None if key is None else SimpleNamespace(args=[key])
-        found = asyncio.run(router.choose_replicas(replicas, pending))
-        return [[x.replica_id.unique_id for x in group] for group in found]
-
-    def test_without_a_key_all_are_offered(self):
-        assert self.choose("", {}) == self.choose(None, {}) == [["a", "b", "c"]]
-
-    def test_a_key_has_an_order_and_the_busy_come_last(self):
-        order = [x for (x,) in self.choose("key", {})]
-        assert sorted(order) == ["a", "b", "c"]
-        held = {Id(order[0]): 4, Id(order[1]): 3}
-        assert [x for (x,) in self.choose("key", held)] == [order[1], order[2], order[0]]
-
-    def test_a_replica_of_which_nothing_is_known_is_not_busy(self):
-        for key in map(str, range(20)):  # "a" has one request, "b" none
-            order = self.choose(key, {Id("a"): 1, Id("b"): 0}, busy=1)
-            assert order[-1] == ["a"]
-
-
-def test_a_prompt_without_a_prefix_shares_nothing(text_model):
-    with mmkv.wrapped(text_model, "full"), Engine(text_model) as engine:
-        reply = engine.submit(inputs=make_inputs("llama", (20,)), max_new_tokens=2)
-        reply.result(60)
-    assert not reply.usage.shared
 
 
 def test_one_best_answer_of_several_is_what_is_given():
@@ -395,32 +353,25 @@ class TestConnection:
         made.transport = SimpleNamespace(abort=None, is_closing=lambda: False)
         return made, timers
 
-    def test_the_time_for_a_request_begins_once_and_ends_with_it(self, made):
+    def test_the_time_for_a_request_begins_once_and_ends_with_it(self, made, monkeypatch):
         """However often a piece of it comes; else one timer would be left, and end the answer."""
         connection, timers = made
+        cycles = [None, None, None, SimpleNamespace(response_complete=False)]
+
+        def receive(connection, data):
+            connection.cycle = cycles.pop(0)
+
+        monkeypatch.setattr(server.H11Protocol, "data_received", receive)
+        monkeypatch.setattr(server.H11Protocol, "on_response_complete", lambda connection: None)
         for _ in range(3):
-            connection._look()
+            connection.data_received(b"")
             assert timers == [3]
-        connection.cycle = SimpleNamespace(response_complete=False)
-        connection._look()
+        connection.data_received(b"")
         assert timers == []
         connection.cycle.response_complete = True
         for _ in range(2):
-            connection._look()
+            connection.on_response_complete()
             assert timers == [3]
-
-    @pytest.mark.parametrize(("others", "refused"), [(1, False), (2, True)])
-    def test_one_more_than_may_be_open_is_told_so(self, made, monkeypatch, others, refused):
-        connection, timers = made
-        connection._limits = server.Limits(connections=2, read_seconds=3)
-        connection.connections, sent = set(range(others)), []
-        connection.transport.write = sent.append
-        connection.transport.close = lambda: sent.append("closed")
-        add = lambda self, transport: self.connections.add(self)  # noqa: E731
-        monkeypatch.setattr(server.H11Protocol, "connection_made", add)
-        connection.connection_made(connection.transport)
-        assert (sent != [], timers) == (refused, [] if refused else [3])
-        assert not refused or (sent[0].startswith(b"HTTP/1.1 503 ") and sent[1:] == ["closed"])
 
     def test_one_that_closes_is_not_waited_for(self, made):
         connection, timers = made
@@ -553,36 +504,6 @@ def test_a_kind_of_part_is_told_up_to_its_fortieth_letter(n):
     body = json.dumps({"model": "m", "messages": [part]}).encode()
     with pytest.raises(RequestError, match=f"parts of type '{'x' * 40}' are not read here"):
         errors.read(body, ChatRequest)
-
-
-@pytest.mark.parametrize(
-    ("url", "path"), [("http://x", "/"), ("http://x/a/b", "/a/b"), ("http://x?q=1", "/?q=1")]
-)
-def test_a_picture_of_a_host_is_read_up_to_its_bound(monkeypatch, url, path):
-    asked, pieces = [], []
-
-    class Connection:
-        def __init__(self, place, timeout):
-            asked.append((place, timeout))
-
-        def request(self, method, path):
-            asked.append((method, path))
-
-        def getresponse(self):
-            return SimpleNamespace(status=200, read1=lambda n: pieces.pop(0))
-
-        def close(self):
-            asked.append("closed")
-
-    monkeypatch.setattr(http.client, "HTTPConnection", Connection)
-    limits = errors.Limits(picture_bytes=10, read_seconds=3)
-    pieces += [b"a" * 6, b"b" * 4, b""]
-    assert _fetched(url, limits, {"x"}) == b"aaaaaabbbb"
-    assert asked == [("x", 3), ("GET", path), "closed"]
-    pieces += [b"a" * 6, b"b" * 5, b""]
-    with pytest.raises(RequestError, match="larger than"):
-        _fetched(url, limits, {"x"})
-    assert asked[3:] == asked[:3]
 
 
 def test_tokens_and_bytes_of_replies_are_counted(text_model):
