@@ -4,6 +4,7 @@ import base64
 import http.client
 import io
 import json
+import socket
 import threading
 import time
 import urllib.parse
@@ -48,6 +49,18 @@ def sent(
 def post(address: str, body: Any, headers: Any = None, path: str = "/v1/chat/completions") -> Any:
     """Status and JSON of an answer."""
     return sent(address, body, headers, path)[:2]
+
+
+def raw_connection(address: str) -> socket.socket:
+    where = urllib.parse.urlsplit(address)
+    return socket.create_connection((where.hostname, where.port), timeout=10)
+
+
+def request_of(body: Any) -> bytes:
+    """A request for a chat, as it is sent."""
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + raw
 
 
 def until(true: Callable[[], bool], seconds: float = 10) -> bool:
@@ -128,13 +141,13 @@ def listening(served: Any) -> Generator[str]:
 
     from mmkv.serving.server import config
 
-    socket = terminal.bind("127.0.0.1", 0)
+    bound = terminal.bind("127.0.0.1", 0)
     running = uvicorn.Server(config(served))
-    thread = threading.Thread(target=running.run, args=([socket],), daemon=True)
+    thread = threading.Thread(target=running.run, args=([bound],), daemon=True)
     thread.start()
     try:
         assert until(lambda: running.started)
-        yield f"http://127.0.0.1:{socket.getsockname()[1]}"
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         running.should_exit = True
         thread.join(10)

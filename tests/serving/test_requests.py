@@ -247,12 +247,6 @@ class TestLongTexts:
         with pytest.raises(Refused, match="2049 or more tokens"):
             engine.submit(prompt=mark * 2049)
 
-    @pytest.mark.parametrize("room", [1, 2])
-    def test_that_leave_little_room_have_short_replies(self, engine, room):
-        reply = engine.submit(prompt="<|im_start|>" * (2048 - room))
-        assert len(reply.result(60)[0]) == room
-        assert reply.finish_reason == "length"
-
 
 class TestFormats:
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
