@@ -5,6 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
+from helpers.commands import run
 from helpers.marks import cases
 from mmkv import chat
 from mmkv.builtin import example_pictures
@@ -121,13 +122,8 @@ def test_an_unknown_command_is_named_before_the_help(loaded):
 
 @pytest.mark.slow
 def test_it_works_in_a_pipe(monkeypatch, capsys):
-    from mmkv.cli import commands
-
     monkeypatch.setattr("sys.stdin", io.StringIO("How many objects are in the second picture?\n"))
-    words = ["mmkv", "chat", "--max-new-tokens", "8"]
-    words += [word for path in example_pictures()[:2] for word in ("--image", str(path))]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit) as end:
-        commands.main()
-    assert end.value.code in (0, None)
-    assert "full cache: There are three objects" in capsys.readouterr().out
+    pictures = [word for path in example_pictures()[:2] for word in ("--image", path)]
+    out, _, code = run(capsys, "chat", "--max-new-tokens", 8, *pictures)
+    assert code == 0
+    assert "full cache: There are three objects" in out

@@ -43,12 +43,13 @@ ANSWERS = ".mm-answer[data-done=true]"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory, request):
     """The address of `mmkv demo`; it has to leave nothing behind."""
     folder = tmp_path_factory.mktemp("server")
     command = [str(Path(sys.executable).parent / "mmkv"), "demo", "--port", "0", "--device", "cpu"]
     env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    request.getfixturevalue("browser")  # both take long to start
     line = process.stdout.readline()
     assert "http://127.0.0.1:" in line, line
     try:
@@ -152,26 +153,17 @@ class Page:
         )
         return [x.text for x in self.all(ANSWERS)[-2:]]
 
-    def set_number(self, label, value):
-        field = self.all(f"input[type=number][aria-label*='{label}']")[0]
+    def set_number(self, selector, value):
+        self.until(lambda: self.all(selector), f"the field {selector}")
+        field = self.all(selector)[0]
         self.browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
         field.send_keys(Keys.CONTROL, "a")
         field.send_keys(str(value), Keys.TAB)
 
     def without_floor(self):
         """A share of the short example is what the tests look at."""
-        if not self.browser.execute_script(
-            "return document.querySelector('#option-least input') !== null"
-        ):
-            self.browser.execute_script(
-                "[...document.querySelectorAll('button')]"
-                ".find(x => x.innerText.includes('Options of the policy')).click()"
-            )
-        self.until(lambda: self.all("#option-least input"), "the option least")
-        field = self.all("#option-least input")[0]
-        self.browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
-        field.send_keys(Keys.CONTROL, "a")
-        field.send_keys("0", Keys.TAB)
+        self.click("#settings button.label-wrap", 1)
+        self.set_number("#option-least input", 0)
 
     def refused(self, part):
         self.until(lambda: part in self.text(MESSAGE), f"a message with {part!r}")
@@ -200,7 +192,7 @@ def opened(browser, server):
 
 
 @pytest.fixture
-def page(browser, server):
+def page(server, browser):
     fresh = opened(browser, server)
     fresh.width(1280)
     return fresh
@@ -284,7 +276,7 @@ def test_what_goes_wrong_is_said_in_the_page(page, tmp_path):
     page.ask("")
     page.refused("The question is empty")
     page.without_floor()
-    page.set_number("Budget", 0.01)
+    page.set_number("input[type=number][aria-label*='Budget']", 0.01)
     page.click("#protect input")
     page.ask("Describe the picture.")
     assert page.answered(1)[0]
@@ -296,9 +288,8 @@ def test_what_goes_wrong_is_said_in_the_page(page, tmp_path):
 def test_stop_ends_the_answers(page):
     page.draw()  # on an empty sheet
     page.click("#settings button.label-wrap", 0)
-    page.until(lambda: page.all("input[aria-label*='Max new tokens']"), "the settings")
-    page.set_number("Max new tokens", 512)
-    page.set_number("Temperature", 2)
+    page.set_number("input[type=number][aria-label*='Max new tokens']", 512)
+    page.set_number("input[type=number][aria-label*='Temperature']", 2)
     page.ask("Describe the picture.")
     page.until(lambda: page.all("#stop")[0].is_enabled(), "an answer to stop")
     page.until(lambda: page.text(".mm-full .mm-answer"), "the first word")
