@@ -21,6 +21,14 @@ from mmkv.serving import Event, Reply, Usage
 from mmkv.serving.reply import Logprob, TokenLogprobs
 
 
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    """A chat of one message."""
+    return {"model": "tiny", "messages": [{"role": role, "content": content, **more}]}
+
+
+HELLO = turn("user", "Hello")
+
+
 def data_url(picture: Image.Image, kind: str = "PNG") -> str:
     file = io.BytesIO()
     picture.save(file, kind)
@@ -183,6 +191,14 @@ def watched(engine: Any) -> Generator[tuple[list[int], list[Any]]]:
         for layer in engine._attachment.parts.layers:
             hooks.enter_context(layer.register_forward_hook(look))
         yield seen, over
+
+
+def begun(engine: Any) -> list[Reply]:
+    """The replies whose prompts are read from now on, in that order."""
+    worker, found = engine._worker, []
+    start = worker._start
+    worker._start = lambda x: (found.append(x.reply), start(x))
+    return found
 
 
 CHATML = (

@@ -168,27 +168,6 @@ class TestReply:
         assert (tokens, reply.finish_reason, replicas.noted) == ([1, -1], "stop", ["a"])
         assert replicas.tokens == 1
 
-    def test_what_a_replica_holds_is_told_with_its_end(self):
-        """The sums of its engine, 0 where the engine says nothing of one."""
-
-        class Replied(WrittenReplicas.Answers):
-            finish_reason, usage = "stop", Usage(completion_tokens=1)
-
-        sums = dict.fromkeys(cluster._SUMMED, 7)
-        engine = SimpleNamespace(
-            submit=lambda **given: Replied(WrittenReplicas(), [Event(1, "a")]),
-            stats=lambda: SimpleNamespace(**{**sums, "cache_memory": None}),
-        )
-        replica = cluster._Replica.__new__(cluster._Replica)
-        replica._engine, replica._name = engine, "a"
-
-        async def read():
-            return [x async for x in replica.reply("", {})]
-
-        (_, _), (kind, (reason, _, name, held)) = asyncio.run(read())
-        assert (kind, reason, name) == ("end", "stop", "a")
-        assert held == {**sums, "cache_memory": 0}
-
     def test_of_one_that_dies_and_another(self):
         whole = [event(1), event(2), event(3), END]
         replicas = WrittenReplicas([LOST], [*whole[:2], LOST], whole)
@@ -418,12 +397,13 @@ def asking(colour, question="What is red?", **more):
 class TestReplicas:
     def test_go_by_prefix(self, replicas):
         with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:
-            for colour in ("red", "green", "blue", "white"):
+            for n, colour in enumerate(("red", "green", "blue", "white"), start=1):
                 shared = [
                     client.chat.completions.create(**asking(colour), max_tokens=2).mmkv["shared"]
                     for _ in range(5)
                 ]
                 assert shared == [False, True, True, True, True]
+                assert replicas[0].stats().prefixes == n  # of both together
 
     def test_answer_as_one_engine_does(self, replicas):
         with openai.OpenAI(base_url=replicas[1], api_key="any", max_retries=0) as client:

@@ -7,14 +7,23 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from helpers.serving import WrittenEngine, listening, post, raw_connection, request_of, sent, until
+from helpers.serving import (
+    HELLO,
+    WrittenEngine,
+    listening,
+    post,
+    raw_connection,
+    request_of,
+    sent,
+    turn,
+    until,
+)
 from mmkv.serving import Sampling
 
 openai = pytest.importorskip("openai", reason="the server is tested with the openai client")
 errors = pytest.importorskip("mmkv.serving.errors", reason="pip install 'mmkv[serve]'")
 server = pytest.importorskip("mmkv.serving.server", reason="pip install 'mmkv[serve]'")
 
-HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 COMPLETE = {"model": "tiny", "prompt": "Once"}
 COMPLETIONS = "/v1/completions"
 WEATHER = {
@@ -22,6 +31,7 @@ WEATHER = {
     "function": {
         "name": "weather",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": False,
     },
 }
 
@@ -62,7 +72,8 @@ class TestCompletions:
         [(["a", "b"], ["a", "b"]), ([5, 6], [[5, 6]]), ([[5], [6, 7]], [[5], [6, 7]])],
     )
     def test_several_prompts(self, client, engine, prompt, wanted):
-        answer = client.completions.create(model="tiny", prompt=prompt, n=2)
+        idle = {"best_of": 2, "frequency_penalty": 0, "logprobs": None, "seed": None}
+        answer = client.completions.create(model="tiny", prompt=prompt, n=2, **idle)
         assert [x.index for x in answer.choices] == list(range(2 * len(wanted)))
         assert [x["prompt"] for x in engine.asked] == [x for x in wanted for _ in range(2)]
         assert answer.usage.prompt_tokens == 10 * len(wanted)
@@ -140,7 +151,10 @@ class TestChoices:
 
     def test_formats(self, client, engine):
         schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        form = {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": schema, "strict": True},
+        }
         client.chat.completions.create(**HELLO, response_format=form)
         client.chat.completions.create(**HELLO, response_format={"type": "json_object"})
         client.chat.completions.create(**HELLO, response_format={"type": "text"})
@@ -206,7 +220,8 @@ class TestTools:
     @pytest.mark.parametrize("stream", [False, True])
     def test_calls(self, client, engine, texts, content, cities, stream):
         engine.texts = texts
-        answer = client.chat.completions.create(**HELLO, tools=[WEATHER], stream=stream)
+        asked = {"tools": [WEATHER], "tool_choice": "auto", "stream": stream}
+        answer = client.chat.completions.create(**HELLO, **asked)
         assert engine.asked[0]["template"] == {"tools": [WEATHER]}
         assert engine.asked[0]["sampling"].grammar is None
         if stream:
@@ -255,8 +270,7 @@ class TestTools:
     @pytest.mark.parametrize("arguments", ["no JSON", "[" * 10**6])
     def test_calls_that_are_no_calls(self, address, engine, arguments):
         call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-        turn = {"role": "assistant", "content": None, "tool_calls": [call]}
-        assert post(address, {"model": "tiny", "messages": [turn]})[0] == 200
+        assert post(address, turn("assistant", None, tool_calls=[call]))[0] == 200
         (told,) = engine.asked[0]["messages"][0]["tool_calls"]
         assert told["function"]["arguments"] == arguments
 
@@ -282,91 +296,31 @@ class TestTools:
         assert told == {"role": "tool", "content": "12 degrees", "tool_call_id": "c1"}
 
 
-def asking(*messages):
-    return {"model": "tiny", "messages": list(messages)}
-
-
-CITY = {
-    "type": "object",
-    "title": "City",
-    "description": "A city.",
-    "properties": {"name": {"title": "Name", "type": "string"}},
-    "required": ["name"],
-    "additionalProperties": False,
-}
-AS_TOOL = {"name": "City", "description": "A city.", "parameters": CITY}
-LANGCHAIN = {**HELLO, "max_completion_tokens": 60, "stream": False, "temperature": 0.0}
-# What clients sent to a server, with shorter schemas, where it has what no other test sends.
-SENT = {
-    "langchain-openai, with_structured_output": {
-        **LANGCHAIN,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"schema": CITY, "name": "City", "strict": True},
-        },
-    },
-    "langchain-openai, with_structured_output by a function": {
-        **LANGCHAIN,
-        "parallel_tool_calls": False,
-        "tool_choice": {"type": "function", "function": {"name": "City"}},
-        "tools": [{"type": "function", "function": AS_TOOL}],
-    },
-    "langchain-openai, OpenAI": {
-        **{"model": "tiny", "prompt": ["Once upon"], "frequency_penalty": 0, "logprobs": None},
-        **{"max_tokens": 10, "presence_penalty": 0, "seed": None, "temperature": 0.7, "top_p": 1},
-        **{"n": 2, "best_of": 2},
-    },
-    "llama-index-llms-openai-like, chat_with_tools": {
-        **{**HELLO, "max_tokens": 60, "stream": False, "temperature": 0.1},
-        **{"parallel_tool_calls": False, "tool_choice": "auto"},
-        "tools": [{"type": "function", "function": {**AS_TOOL, "strict": False}}],
-    },
-    "lm_eval, local-chat-completions": {
-        **{"model": "tiny", "temperature": 0, "seed": 1234, "max_tokens": 8, "stop": []},
-        "messages": [{"role": "user", "content": "Say hello.", "type": "text"}],
-    },
-}
-
-
-@pytest.mark.parametrize("name", SENT)
-def test_what_clients_send(address, engine, name):
-    body = SENT[name]
-    path = COMPLETIONS if "prompt" in body else "/v1/chat/completions"
-    status, answer = post(address, body, path=path)
-    assert status == 200, answer
-
-
 class TestSentences:
     """What is wrong is told in one plain sentence."""
 
     @pytest.mark.parametrize(
         ("body", "told"),
         [
-            (asking({"role": "user", "content": None}), "messages[0].content is null: give a text"),
-            (asking({"role": "user"}), "messages[0].content is null: give a text"),
+            (turn("user", None), "messages[0].content is null: give a text"),
+            ({**HELLO, "messages": [{"role": "user"}]}, "messages[0].content is null: give a text"),
+            (turn("user", 3), "messages[0].content: expected a text or a list of parts, not 3"),
             (
-                asking({"role": "user", "content": 3}),
-                "messages[0].content: expected a text or a list of parts, not 3",
-            ),
-            (
-                asking({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}),
+                turn("user", [{"type": "input_audio", "input_audio": {}}]),
                 "messages[0].content[0]: parts of type 'input_audio' are not read here, only text "
                 "and image_url",
             ),
             (
-                asking({"role": "user", "content": [{"text": "x"}]}),
+                turn("user", [{"text": "x"}]),
                 "messages[0].content[0]: a part needs a type: text and image_url",
             ),
             (
-                asking({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}),
+                turn("user", [{"type": "image_url", "image_url": {}}]),
                 "messages[0].content[0].image_url.url is missing",
             ),
+            (turn("user", "", mood="glad"), "messages[0].mood is not known here: leave it out"),
             (
-                asking({"role": "user", "content": "x", "mood": "glad"}),
-                "messages[0].mood is not known here: leave it out",
-            ),
-            (
-                asking({"role": "user", "content": [{"type": "text", "text": 3}]}),
+                turn("user", [{"type": "text", "text": 3}]),
                 "messages[0].content[0].text: input should be a valid string",
             ),
             ({"messages": HELLO["messages"]}, "model is missing"),
@@ -424,7 +378,7 @@ class TestSentences:
             ({"mmkv": {"speed": 2}}, "mmkv.speed is not known here: leave it out"),
             ({"mmkv": {"x" * 5000: 2}}, "mmkv.xxxx"),
             ({"tools": [{**WEATHER, "mood": 1}]}, "tools[0].mood is not known here: leave it out"),
-            (asking({"role": "user", "content": "x", "audio": {"id": "a"}}), "messages[0].audio"),
+            (turn("user", "x", audio={"id": "a"}), "messages[0].audio"),
         ],
     )
     def test_what_is_not_ignored(self, address, engine, more, told):

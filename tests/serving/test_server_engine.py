@@ -20,7 +20,7 @@ from PIL import Image
 import mmkv
 from helpers.commands import complaint
 from helpers.marks import cases, since
-from helpers.serving import WrittenEngine, data_url, listening, text_chat, until
+from helpers.serving import HELLO, WrittenEngine, data_url, listening, text_chat, until
 from mmkv import terminal
 from mmkv.builtin import example_pictures
 from mmkv.cli import commands, serve
@@ -74,8 +74,6 @@ class TestBuiltIn:
         assert answer.choices[0].message.content.strip() == ANSWER
         assert answer.choices[0].finish_reason == "stop"
         assert 0 < answer.mmkv["kept_tokens"] < 0.3 * answer.usage.prompt_tokens
-
-    def test_a_stream_and_a_prefix_that_was_read(self, client):
         pieces = list(client.chat.completions.create(**asking(), stream=True, max_tokens=20))
         assert "".join(x.choices[0].delta.content or "" for x in pieces).strip() == ANSWER
         assert client.chat.completions.create(**asking()).mmkv["shared"]
@@ -132,45 +130,7 @@ def text():
         yield engine, client
 
 
-def saying(text, **more):
-    return {"model": "text", "messages": [{"role": "user", "content": text}], **more}
-
-
 class TestText:
-    def test_several_choices_of_a_prompt_that_is_read_once(self, text):
-        engine, client = text
-        hits, read = engine.stats().prefix_hits, engine.stats().prompt_tokens
-        answer = client.chat.completions.create(
-            **saying("Say something."), n=4, temperature=1.0, seed=3, max_tokens=8
-        )
-        assert len({x.message.content for x in answer.choices}) > 1
-        assert engine.stats().prefix_hits - hits == 3
-        again = client.chat.completions.create(
-            **saying("Say something."), n=4, temperature=1.0, seed=3, max_tokens=8
-        )
-        assert [x.message.content for x in again.choices] == [
-            x.message.content for x in answer.choices
-        ]
-        assert read < engine.stats().prompt_tokens
-
-    def test_formats_and_tools(self, text):
-        pytest.importorskip("llguidance")
-        client = text[1]
-        shape = {"type": "object", "properties": {"kind": {"enum": ["a", "b"]}}}
-        shape |= {"required": ["kind"], "additionalProperties": False}
-        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": shape}}
-        answer = client.chat.completions.create(**saying("?", response_format=form, max_tokens=60))
-        assert json.loads(answer.choices[0].message.content)["kind"] in "ab"
-        tool = {"type": "function", "function": {"name": "f", "parameters": shape}}
-        more = {"tools": [tool], "tool_choice": "required", "max_tokens": 120}
-        answer = client.chat.completions.create(**saying("?", **more))
-        (call,) = answer.choices[0].message.tool_calls
-        assert call.function.name == "f"
-        assert json.loads(call.function.arguments)["kind"] in "ab"
-        wrong = {**form, "json_schema": {"name": "x", "schema": {"type": "objekt"}}}
-        with pytest.raises(openai.BadRequestError, match="objekt"):
-            client.chat.completions.create(**saying("?", response_format=wrong))
-
     @pytest.mark.parametrize("stream", [False, True])
     def test_a_prompt_alone(self, text, stream):
         given = {"model": "text", "prompt": "Hello", "max_tokens": 0, "logprobs": 1}
@@ -210,7 +170,7 @@ class TestText:
         until = {"until": ["\n"], "max_gen_toks": 6}
         assert len(harness.generate_until(ask("generate_until", ("one", until)))) == 1
         chat = clients.LocalChatCompletion(f"{client.base_url}chat/completions", model="text")
-        turn = api_models.JsonChatStr(json.dumps(saying("Hello")["messages"]))
+        turn = api_models.JsonChatStr(json.dumps([{"role": "user", "content": "Hello"}]))
         assert len(chat.generate_until(ask("generate_until", (turn, until)))) == 1
 
 
@@ -243,7 +203,7 @@ class Ending:
 
     def ask(self, **more):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **more}
+        body = {**HELLO, **more}
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         return connection

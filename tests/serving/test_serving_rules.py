@@ -32,7 +32,7 @@ from mmkv.serving.errors import RequestError
 from mmkv.serving.memory import Bounds
 from mmkv.serving.pictures import read_picture
 from mmkv.serving.prompts import chunk_size
-from mmkv.serving.reply import MOST_LOGPROBS, Sampling, TextStream, overlap
+from mmkv.serving.reply import MOST_LOGPROBS, Sampling
 from mmkv.serving.worker import Worker
 
 CHUNK = 64
@@ -107,33 +107,6 @@ def test_an_error_that_a_client_holds_holds_no_frames():
 )
 def test_kinds_of_errors(status, kind):
     assert RequestError("no", status=status).body()["error"]["type"] == kind
-
-
-@pytest.mark.parametrize(
-    ("text", "stop", "n"),
-    [
-        ("abc", "xyz", 0),
-        ("abc<", "<end>", 1),
-        ("<end", "<end>", 4),
-        ("<end>", "<end>", 0),
-        ("", "x", 0),
-    ],
-)
-def test_what_may_begin_a_stop_text(text, stop, n):
-    assert overlap(text, stop) == n
-
-
-class Bytes:
-    """A tokenizer of single bytes, of which 0 is a special token."""
-
-    def decode(self, tokens, skip_special_tokens=False):
-        shown = [x for x in tokens if x or not skip_special_tokens]
-        return bytes(shown).decode(errors="replace")
-
-
-def test_a_reply_shows_whole_characters_and_no_special_tokens():
-    stream = TextStream(Bytes())
-    assert [stream.add(x) for x in b"a\x00\xe2\x82\xacb"] == ["a", "", "", "", "€", "b"]
 
 
 def test_more_likely_tokens_than_are_told_are_refused():
@@ -219,23 +192,6 @@ def test_letters_that_are_no_base64_are_refused():
     assert read_picture(url, errors.Limits(), (), 100).size == (8, 6)
     with pytest.raises(RequestError, match="cannot read a picture"):
         read_picture(url.replace(",", ",!"), errors.Limits(), (), 100)
-
-
-def test_usage_counts_each_token_as_it_comes(text_model):
-    counted = []
-    with mmkv.wrapped(text_model, "full"), Engine(text_model) as engine:
-        with engine._worker.wake:  # it is not begun meanwhile
-            reply = engine.submit(inputs=make_inputs("llama", (20,)), max_new_tokens=4)
-            put = reply.put
-
-            def note(*told):
-                put(*told)
-                counted.append((len(reply.tokens), reply.usage.completion_tokens))
-
-            reply.put = note
-        reply.result(60)
-    assert len(counted) >= 4
-    assert all(told == tokens for tokens, told in counted)
 
 
 def test_a_reply_whose_tokens_compete_has_no_bound_of_its_own():
@@ -507,17 +463,32 @@ def test_a_kind_of_part_is_told_up_to_its_fortieth_letter(n):
 
 
 def test_tokens_and_bytes_of_replies_are_counted(text_model):
-    """Of those in the pool too: what each held at the end, where that is more."""
+    """Tokens as they come; of those in the pool too, what each held at the end if that is more."""
+    counted = []
+
+    def note_tokens(reply):
+        put = reply.put
+
+        def note(*told):
+            put(*told)
+            counted.append((len(reply.tokens), reply.usage.completion_tokens))
+
+        reply.put = note
+
     inputs, new = [make_inputs("llama", (30,), seed=i) for i in range(3)], 60
     config = text_model.config
     pair = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * 4
     with mmkv.wrapped(text_model, "full"), Engine(text_model) as engine:
         with engine._worker.wake:
             replies = [engine.submit(inputs=x, max_new_tokens=new) for x in inputs]
+            for reply in replies:
+                note_tokens(reply)
         assert [len(x.result(60)[0]) for x in replies] == [new] * 3
         stats = engine.stats()
     assert (stats.tokens_generated, stats.requests_done) == (3 * new, 3)
     assert stats.prompt_tokens == 3 * 30
+    assert len(counted) >= 3 * new
+    assert all(told == tokens for tokens, told in counted)
     for reply in replies:
         assert reply.usage.cache_bytes >= (30 + new - 1) * pair
         assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (30, new)
