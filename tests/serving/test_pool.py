@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import mmkv
 from helpers.marks import cases
@@ -17,12 +16,10 @@ from helpers.models import make_inputs, make_model
 from helpers.oracle import Variant, options_of
 from helpers.pretending import DEVICE, Devices, move
 from helpers.serving import alone, watched
-from mmkv.builtin import example_pictures
-from mmkv.cache import padded_blocks
 from mmkv.cache.padded_blocks import attend
 from mmkv.parts import slots as slot_schedules
 from mmkv.parts.slots import GrowingSlots, Ring
-from mmkv.serving import Engine, shared_blocks
+from mmkv.serving import Engine
 from mmkv.serving.batch import RowCaches
 from mmkv.serving.pool import Member, Pool
 from mmkv.serving.shared_blocks import SharedBlock, capacity, part
@@ -146,6 +143,19 @@ def run(pool, waiting, rng, dtype, softcap=None, atol=2e-3):
     assert pool.nbytes == pool.most == pool.spare == 0
 
 
+def check_attention(pool, rows):
+    """A step's attention of rows, numbers in the batch with their twins, is theirs."""
+    pool.step()
+    B, options = len(pool.members), {"scale": 0.3, "softcap": None}
+    query, (key, value) = torch.randn(B, 4, 1, 16), torch.randn(2, B, 2, 1, 16)
+    found = pool.attend(0, query, key, value, **options)
+    assert found.isfinite().all()
+    for i, cache in rows.items():
+        at = slice(i, i + 1)
+        wanted = Twin(None, cache, 0).attend(0, query[at], key[at], value[at], **options)
+        torch.testing.assert_close(found[at], wanted)
+
+
 @cases(
     "seed, dtype, softcap",
     [(0, torch.float32, None), (1, torch.bfloat16, None), (2, torch.float16, 5.0)],
@@ -181,46 +191,6 @@ def test_parts_of_the_pairs_are_weighed_by_the_sums_of_their_exponentials():
     share = torch.sigmoid(of_second - of_first)[..., None]
     wanted = attend(query, keys, values, bias, scale=0.3, softcap=2.0)
     torch.testing.assert_close(torch.lerp(first, second, share), wanted)
-
-
-@pytest.mark.slow
-def test_requests_in_bfloat16_are_one_batch(monkeypatch):
-    """Replies are those of each alone, and a layer attends to all of them in one call."""
-    model, processor = mmkv.load_builtin()
-    model.to(torch.bfloat16)
-    question = {"type": "text", "text": "Describe the picture."}
-    asked = []
-    for path in example_pictures()[:3]:
-        with Image.open(path) as picture:
-            asked.append([{"type": "image", "image": picture.convert("RGB")}, question])
-    calls, sdpa = [], padded_blocks.scaled_dot_product_attention
-
-    def counting(query, *args, **options):
-        calls.append(len(query))
-        return sdpa(query, *args, **options)
-
-    def counting_part(query, *args, **options):
-        calls.append(len(query))
-        return part(query, *args, **options)
-
-    monkeypatch.setattr(padded_blocks, "scaled_dot_product_attention", counting)
-    monkeypatch.setattr(shared_blocks, "part", counting_part)  # of their rows, behind pictures
-    with mmkv.wrapped(model, "snapkv", 0.5, window=8), Engine(model, processor) as engine:
-        wanted, replies = [], []
-        for single in (True, False):
-            for parts in asked:
-                messages = [{"role": "user", "content": parts}]
-                replies.append(engine.submit(messages, max_new_tokens=40))
-                if single:
-                    wanted.append(replies.pop().result(60))
-            if single:
-                calls.clear()
-        assert [x.result(60) for x in replies] == wanted
-    heads = model.config.get_text_config().num_key_value_heads
-    layers = model.config.get_text_config().num_hidden_layers
-    assert all("circle" in text or "square" in text for _, text in wanted)
-    assert calls.count(3 * heads) >= 5 * layers
-    assert max(calls) == 3 * heads
 
 
 @pytest.mark.slow
@@ -292,15 +262,9 @@ def test_what_another_left_in_a_row_is_not_seen(models):
         for x in block.stored[:2]:
             x[block.rows // 2 == 0] = torch.nan
     pool.leave(first)
-    third = pool.join(None, waiting[0], 30)  # the same capacity, and so the same rows
+    pool.join(None, waiting[0], 30)  # the same capacity, and so the same rows
     assert pool.spare == 0
-    pool.step()
-    query, (key, value) = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 2, 1, 16)
-    options = {"scale": 0.3, "softcap": None}
-    found = pool.attend(0, query, key, value, **options)
-    wanted = Twin(third, twin, 0).attend(0, query[1:], key[1:], value[1:], **options)
-    assert found.isfinite().all()
-    torch.testing.assert_close(found[1:], wanted)
+    check_attention(pool, {1: twin})
 
 
 @torch.no_grad()
@@ -312,18 +276,13 @@ def test_one_that_comes_into_a_row_that_is_free_moves_others_if_it_is_wider_alon
     pool, waiting = Pool(), list(caches(models("llama"), JOIN[:1], (20, 20, tokens)))
     first, _ = (pool.join(None, waiting.pop(0), 40) for _ in range(2))
     pool.leave(first)
-    (block, *_), before = pool.layers[0], [x.stored[0].data_ptr() for x in pool.layers[0]]
+    (block,), before = pool.layers[0], [x.stored[0].data_ptr() for x in pool.layers[0]]
     assert block.stored[0].shape[:2] == (4, 32)
     twin = copy.deepcopy(waiting[0])
-    third = pool.join(None, waiting[0], 60 - tokens)
+    pool.join(None, waiting[0], 60 - tokens)
     assert ([x.stored[0].data_ptr() for x in pool.layers[0]] != before) == moves
     check_blocks(pool)
-    pool.step()
-    query, (key, value) = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 2, 1, 16)
-    options = {"scale": 0.3, "softcap": None}
-    found = pool.attend(0, query, key, value, **options)
-    wanted = Twin(third, twin, 0).attend(0, query[1:], key[1:], value[1:], **options)
-    torch.testing.assert_close(found[1:], wanted)
+    check_attention(pool, {1: twin})
 
 
 @torch.no_grad()

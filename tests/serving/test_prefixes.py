@@ -13,10 +13,10 @@ import mmkv
 from helpers import zoo
 from helpers.marks import cases
 from helpers.models import make_inputs, make_model
-from helpers.serving import watched
+from helpers.serving import begun, watched
 from mmkv.attach.attachment import attachment_of
 from mmkv.builtin import example_pictures, load_builtin
-from mmkv.chat import Loaded, encode_messages
+from mmkv.chat import Loaded, cut, encode_messages
 from mmkv.registry import exact_share
 from mmkv.serving import Engine, Sampling
 from mmkv.serving.prompts import _without_question, digest, encode
@@ -29,13 +29,14 @@ QUESTION = make_inputs("llama", (5,), seed=9)
 
 
 class Pieces:
-    """A tokenizer whose tokens are pieces of bytes."""
+    """A tokenizer whose tokens are pieces of bytes; <mark> is a special one."""
 
     def __init__(self, *pieces):
         self.pieces = pieces
 
-    def decode(self, tokens, skip_special_tokens):
-        return b"".join(self.pieces[t] for t in tokens).decode("utf-8", errors="replace")
+    def decode(self, tokens, skip_special_tokens=False):
+        found = b"".join(self.pieces[t] for t in tokens).decode("utf-8", errors="replace")
+        return found.replace("<mark>", "") if skip_special_tokens else found
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +138,11 @@ def test_a_request_with_a_held_prefix_but_no_room_lets_an_older_one_start(models
     with holding_a_prefix(models("llama"), 300) as (engine, prefix):
         running = engine.submit(inputs=make_inputs("llama", (20,), seed=1), max_new_tokens=100)
         next(iter(running))
-        begun = []
-        start = engine._worker._start
-        engine._worker._start = lambda x: (begun.append(x.reply), start(x))
+        order = begun(engine)
         with engine._worker.wake:  # both wait before either is begun
             small, large = ask(engine, None), ask(engine, prefix, new=90)
         assert [len(x.result(60)[0]) for x in (small, large)] == [2, 90]
-        assert begun == [small, large]
+        assert order == [small, large]
         assert (small.usage.shared, large.usage.shared) == (False, True)
 
 
@@ -292,10 +291,8 @@ def test_messages_share_what_stands_before_the_question(builtin):
             whole, empty = (encode_messages(loaded, asked(picture, t)) for t in (text, ""))
             ids, other = whole["input_ids"][0].tolist(), empty["input_ids"][0].tolist()
             n = next(i for i in range(len(other)) if ids[i] != other[i])
-            read = {k: whole[k][:, :n] for k in ("input_ids", "attention_mask")}
-            context = mmkv.read(model, {**read, "pixel_values": whole["pixel_values"]})
-            rest = {k: whole[k][:, n:] for k in ("input_ids", "attention_mask")}
-            assert context.ask(rest, max_new_tokens=30)[0].tolist() == found
+            first, rest = cut(whole, n)
+            assert mmkv.read(model, first).ask(rest, max_new_tokens=30)[0].tolist() == found
         for reply, found in zip(replies, tokens, strict=True):
             assert reply.text == processor.decode(found, skip_special_tokens=True)
         # Nothing but the template stands before it: no prefix.
@@ -319,39 +316,34 @@ def test_a_stop_text_ends_the_reply_and_is_left_out(builtin):
         assert reply.finish_reason == "stop"
 
 
-def test_the_first_of_several_stop_texts_counts():
-    for stop in itertools.permutations(("two", "three", "four")):
-        stream = TextStream(Pieces(b"zero ", b"one two three four"), stop)
-        assert stream.add(0) + stream.add(1) == "zero one "
-        assert stream.stopped
-
-
 @pytest.mark.parametrize(
-    ("text", "stop", "wanted"),
+    ("pieces", "stop", "given", "end"),
     [
-        ("ein Löwe 🦁!", (), "ein Löwe 🦁!"),
-        ("one two three", ("two",), "one "),
-        ("one twin two", ("two", "three"), "one twin "),
-        ("ends in tw", ("two",), "ends in tw"),
+        ("a € b", (), "a € b", ""),
+        ("ein L|ö|we 🦁|!", (), "ein L|ö|we 🦁|!", ""),
+        (b"a|\xe2|\x82|\xac|b", (), "a|||€|b", ""),
+        ("a|<mark>|b", (), "a||b", ""),
+        ("one t|wo three", ("two",), "one |", ""),
+        ("one t|win two", ("two", "three"), "one |twin ", ""),
+        ("ends in t|w", ("two",), "ends in |", "tw"),
+        ("abc|<|end>", ("<end>",), "abc||", ""),
+        ("<end", ("<end>",), "", "<end"),
+        ("zero |one two three four", ("four", "three", "two"), "zero |one ", ""),
+        (b"one EN|D\xe2|\x82\xac", ("END",), "one |", ""),  # in an incomplete character
+        (b"one EM|D\xe2|\x82\xac", ("END",), "one EM||D€", ""),
     ],
 )
-def test_text_is_given_out_when_it_is_certain(text, stop, wanted):
-    stream, given = TextStream(Pieces(*(bytes([i]) for i in range(256))), stop), []
-    for token in text.encode():
-        given.append(stream.add(token))
-        assert "\ufffd" not in given[-1]
-        assert wanted.startswith("".join(given))
-        if stream.stopped:
-            break
-    assert "".join(given) + stream.end() == wanted
-
-
-def test_a_stop_text_that_ends_in_the_token_of_an_incomplete_character():
-    stream = TextStream(Pieces(b"one EN", b"D\xe2", b"\x82\xac"), ("END",))
-    assert (stream.add(0), stream.stopped) == ("one ", False)
-    assert (stream.add(1), stream.stopped) == ("", True)
-    whole = TextStream(Pieces(b"one EM", b"D\xe2", b"\x82\xac"), ("END",))
-    assert "".join(map(whole.add, range(3))) + whole.end() == "one EMD€"
+def test_text_is_given_out_when_it_is_certain(pieces, stop, given, end):
+    """Whole characters, none that may begin a stop text, and no special tokens."""
+    pieces = pieces.encode() if isinstance(pieces, str) else pieces
+    for order in itertools.permutations(stop):
+        tokens = pieces.split(b"|")
+        stream, found = TextStream(Pieces(*tokens), order), []
+        for token in range(len(tokens)):
+            found.append(stream.add(token))
+            if stream.stopped:
+                break
+        assert (found, stream.end()) == (given.split("|"), end)
 
 
 @pytest.mark.parametrize(
@@ -402,19 +394,15 @@ def test_a_prefix_that_replies_attend_to_is_not_dropped(models):
 
 
 @pytest.mark.parametrize(("most", "order"), [(1, [1, 0, 2, 3]), (32, [1, 2, 3, 0])])
-def test_requests_with_a_held_prefix_go_first_but_for_some_time_only(
-    models, monkeypatch, most, order
-):
+def test_requests_with_a_held_prefix_go_first_but_for_some_time_only(models, most, order):
     model = models("llama")
     prefixes = [make_inputs("llama", (60,), seed=i) for i in range(2)]
     with mmkv.wrapped(model, "local", 0.4), Engine(model) as engine:
         ask(engine, prefixes[1]).result(60)
-        worker, begun = engine._worker, []
-        monkeypatch.setattr(worker, "limits", replace(worker.limits, max_batch=most))
-        start = worker._start
-        monkeypatch.setattr(worker, "_start", lambda x: (begun.append(x.reply), start(x)))
+        worker, read = engine._worker, begun(engine)
+        worker.limits = replace(worker.limits, max_batch=most)
         with worker.wake:  # all wait before one is begun
             replies = [ask(engine, prefixes[i]) for i in (0, 1, 1, 1)]
         for reply in replies:
             reply.result(60)
-    assert [replies.index(x) for x in begun] == order
+    assert [replies.index(x) for x in read] == order

@@ -1,5 +1,6 @@
 """What a request may ask of the engine beside its prompt, with a text model and a tokenizer."""
 
+import importlib.util
 import inspect
 import itertools
 import json
@@ -214,10 +215,7 @@ class TestChoices:
     def test_a_prompt_alone_has_its_log_probabilities(self, engine):
         wanted = self.ask(engine, new=1, logprobs=2, echo=True)[1]
         reply = engine.submit(
-            prompt=PROMPT,
-            sampling=Sampling(logprobs=2, echo=True),
-            max_new_tokens=0,
-            policy="full",
+            prompt=PROMPT, sampling=Sampling(logprobs=2, echo=True), max_new_tokens=0, policy="full"
         )
         assert reply.result(60) == ([], PROMPT)
         (event,) = reply
@@ -249,9 +247,12 @@ class TestLongTexts:
 
 
 class TestFormats:
+    pytestmark = pytest.mark.skipif(
+        importlib.util.find_spec("llguidance") is None, reason="pip install 'mmkv[structured]'"
+    )
+
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_a_schema_is_held(self, engine, temperature):
-        pytest.importorskip("llguidance")
         shape = {"type": "object", "properties": {"kind": {"enum": ["red", "blue"]}}}
         shape |= {"required": ["kind"], "additionalProperties": False}
         grammar = json_grammar(shape)
@@ -265,20 +266,17 @@ class TestFormats:
             assert json.loads(text)["kind"] in ("red", "blue")
 
     def test_no_grammar(self, engine):
-        pytest.importorskip("llguidance")
         with pytest.raises(Refused, match="no grammar follows"):
             engine.submit(asked("?"), sampling=Sampling(grammar="{"))
 
     def test_blanks_are_few(self, engine):
         """A model cannot give nothing but blanks."""
-        pytest.importorskip("llguidance")
         sampling = Sampling(grammar=json_grammar({"type": "object"}), logit_bias=BLANK)
         text = engine.submit(asked("?"), sampling=sampling, max_new_tokens=30).result(60)[1]
         assert text.startswith("{ ")
         assert text.partition('"')[0].count(" ") <= 8  # in a string they may be as many
 
     def test_each_tool_refers_to_its_own_definitions(self, chat):
-        pytest.importorskip("llguidance")
         forms = {
             "integer": ("$defs", {"$id": "https://tools.example/a"}),
             "string": ("$defs", {"$schema": "http://json-schema.org/draft-07/schema#"}),
@@ -298,7 +296,6 @@ class TestFormats:
             assert (n_taken == len(tokens)) == (name == kind)
 
     def test_a_grammar_without_an_end(self, engine):
-        pytest.importorskip("llguidance")
         sampling = Sampling(grammar=json_grammar({"$ref": "#"}))
         with pytest.raises(Refused, match="no grammar follows") as found:
             engine.submit(asked("?"), sampling=sampling).result(60)
