@@ -328,6 +328,7 @@ def test_a_stop_text_ends_the_reply_and_is_left_out(builtin):
         ("ends in t|w", ("two",), "ends in |", "tw"),
         ("abc|<|end>", ("<end>",), "abc||", ""),
         ("<end", ("<end>",), "", "<end"),
+        ("xaa|b", ("aab",), "x|", ""),
         ("zero |one two three four", ("four", "three", "two"), "zero |one ", ""),
         (b"one EN|D\xe2|\x82\xac", ("END",), "one |", ""),  # in an incomplete character
         (b"one EM|D\xe2|\x82\xac", ("END",), "one EM||D€", ""),
