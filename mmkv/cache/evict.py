@@ -20,7 +20,6 @@ from mmkv.cache.token_masks import TokenMasks
 from mmkv.parts import RowSizes
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
 from mmkv.parts.victims import HeavyHitterSlots
-from mmkv.scores.attention import autocast_off
 
 
 def evict(
@@ -50,7 +49,7 @@ def evict(
     if merge is None:
         kept = ranking.kept(prompt_kv)
     else:
-        with autocast_off(prompt_kv.keys):
+        with torch.autocast(prompt_kv.keys.device.type, enabled=False):
             kept = merge(prompt_kv, ranking)
     reduction = "" if prompt_kv.scores is None else policy.score.turn_reduction
     scored = plan.evicting(prompt) if reduction == "max" else []

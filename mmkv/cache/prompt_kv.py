@@ -16,7 +16,7 @@ from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary, reposition, rows_of
 from mmkv.merge.weights import ReferenceQueries
 from mmkv.policy import Policy
-from mmkv.scores.attention import tile
+from mmkv.scores.observers import tile
 
 # Largest number of mask elements at a time; `tile` alone allows more on some devices.
 _MASK_TILE = 2**26

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mmkv.merge.weights import log_weights, means, sums
 from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
-from mmkv.scores.attention import tile
-from mmkv.scores.observers import largest, rows, spans
+from mmkv.scores.observers import largest, rows, spans, tile
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV
@@ -73,7 +73,7 @@ class MergeIntoGroups(Merge):
         rank = ranking.rank.expand(B, H, U)
         leader = leaders(keys, values, rank, size, prompt_kv.weights, **options)
         rank = torch.zeros(B, H, U, device=keys.device)
-        rank = rank.masked_fill_(leader != _count(leader), -torch.inf)
+        rank = rank.masked_fill_(leader != torch.arange(U, device=rank.device), -torch.inf)
         ranking = replace(ranking, rank=rank, size=size, protected=protected, known=None)
         kept = ranking.kept(prompt_kv)
         indices, M = kept.indices, kept.indices.shape[-1]
@@ -126,150 +126,133 @@ def leaders(
         leaders as slots, or as tokens if these are fewer.
     """
     (B, H, N), device = rank.shape, rank.device
-    present = rank > -torch.inf
-    plan = _Plan.of(sizes, (rank == torch.inf).sum(-1), present.sum(-1), N, exact, run)
-    order, indices = rank.argsort(dim=-1, descending=True, stable=True), _count(rank)
-    rank_of = torch.empty_like(order).scatter_(-1, order, indices)
-    single = present & (rank_of < plan.single.to(device, non_blocking=True)[..., None])
-    space = _Space.of(keys, values, value_weight, None if plan.unpadded else present)
+    present, indices = rank > -torch.inf, torch.arange(N, device=device)
+    # How many single tokens and groups each head has, on the host.
+    counts = torch.stack([sizes, (rank == torch.inf).sum(-1), present.sum(-1)]).cpu()
+    n_single, n_groups, starts = _planned(*counts, exact, run)
+    longest, width = (max(1, int(x.max())) for x in (starts.diff(dim=-1), n_groups))
+    unpadded = bool((counts[2] == N).all())
+    order = rank.argsort(dim=-1, descending=True, stable=True)
+    rank_of = torch.empty_like(order).scatter_(-1, order, indices.expand_as(order))
+    single = present & (rank_of < n_single.to(device, non_blocking=True)[..., None])
+    scales = _scales(keys, values, value_weight, None if unpadded else present)
 
-    run_indices = spans(plan.tokens.to(device, non_blocking=True), plan.longest)  # [B, H, R, C]
+    run_indices = spans(starts.to(device, non_blocking=True), longest)  # [B, H, R, C]
     others = (single | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
     members = others.gather(-1, run_indices.clamp(min=0).flatten(2)).view_as(run_indices)
     members = members.masked_fill_(run_indices < 0, -1)
-    slots = plan.slots.to(device, non_blocking=True)
+    slots = n_groups.to(device, non_blocking=True)
 
     leader_of = torch.full((B, H, N + 1), -1, device=device)
     leader_of[..., :N] = torch.where(single, indices, -1)
-    n_numbers = max(plan.width, keys.shape[-1] + values.shape[-1])
-    n_runs = max(1, tile(device) // (B * H * plan.longest * n_numbers))
+    n_runs = max(1, tile(device) // (B * H * longest * max(width, scales[0].shape[-1])))
     parts = zip(members.split(n_runs, dim=2), slots.split(n_runs, dim=2), strict=True)
-    for token, n_groups in parts:
+    for token, number in parts:
         index, absent = token.clamp(min=0).flatten(2), token < 0
+        ranked = rank_of.gather(-1, index).view_as(token).masked_fill(absent, N)
         points = torch.cat([rows(keys, index), rows(values, index)], -1).float()
         points = points.unflatten(2, token.shape[2:])
-        if not plan.unpadded:  # padding may hold any values, NaN included
+        if not unpadded:  # padding may hold any values, NaN included
             points.masked_fill_(absent[..., None], 0.0)
-        counts = None if weights is None else weights.float().gather(-1, index).view_as(token)
-        ranked = rank_of.gather(-1, index).view_as(token).masked_fill(absent, N)
-        centres = rows(points, ranked.argsort(dim=-1)[..., : plan.width])  # the best
-        label = _k_means(space, points, centres, counts, absent, n_groups, rounds)
-        label = _without_empty(label, ranked, n_groups, plan.width)
-        best = ranked.new_full((*label.shape[:3], plan.width + 1), N)
+        counted = None if weights is None else weights.float().gather(-1, index).view_as(token)
+        label = _k_means(points, counted, ranked, absent, number, width, rounds, *scales)
+        label = _without_empty(label, ranked, number, width)
+        best = ranked.new_full((*label.shape[:3], width + 1), N)
         best = best.scatter_reduce(-1, label, ranked, "amin").gather(-1, label)
-        best = torch.where(label == plan.width, ranked, best).clamp(max=N - 1)
+        best = torch.where(label == width, ranked, best).clamp(max=N - 1)
         leader = order.gather(-1, best.flatten(2))
         leader_of.scatter_(-1, token.masked_fill(absent, N).flatten(2), leader)
     return leader_of[..., :N]
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How many single tokens and groups each head has, on the host."""
+def _planned(
+    sizes: Tensor, always_kept: Tensor, present: Tensor, exact: float, run: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how many tokens of each head stay single [B, H], and groups of each run [B, H, R].
 
-    single: Tensor  # int64 [B, H], tokens that stay single
-    slots: Tensor  # int64 [B, H, R], groups of each run
-    tokens: Tensor  # int64 [B, H, R + 1], starts of the runs among the other tokens, and the end
-    longest: int  # C, the most tokens of a run
-    width: int  # K, the most groups of a run
-    unpadded: bool  # every head has all N tokens
-
-    @classmethod
-    def of(
-        cls, sizes: Tensor, always_kept: Tensor, present: Tensor, N: int, exact: float, run: int
-    ) -> _Plan:
-        sizes, always_kept, present = torch.stack([sizes, always_kept, present]).cpu()
-        size = sizes.minimum(present)
-        single = always_kept + ((size - always_kept) * exact).long()
-        # At least one slot is left for a group, unless no token or no slot is left.
-        single = torch.where(size < present, single.minimum(size - 1).maximum(always_kept), size)
-        groups = size - single
-        rest = torch.where(groups > 0, present - single, 0)
-        runs = (-(-rest // run)).minimum(groups).clamp(min=1)[..., None]
-        # Slots are divided first, and tokens by slots, so that no run has more slots than tokens.
-        starts = torch.arange(int(runs.max()) + 1).minimum(runs) * groups[..., None] // runs
-        tokens = starts * rest[..., None] // groups.clamp(min=1)[..., None]
-        slots = starts.diff(dim=-1)
-        longest, width = int(tokens.diff(dim=-1).max()), int(slots.max())
-        unpadded = bool((present == N).all())
-        return cls(single, slots, tokens, max(1, longest), max(1, width), unpadded)
+    Also where the runs start among the other tokens, and the end, [B, H, R + 1]; all on the host.
+    """
+    size = sizes.minimum(present)
+    single = always_kept + ((size - always_kept) * exact).long()
+    # At least one slot is left for a group, unless no token or no slot is left.
+    single = torch.where(size < present, single.minimum(size - 1).maximum(always_kept), size)
+    groups = size - single
+    rest = torch.where(groups > 0, present - single, 0)
+    runs = (-(-rest // run)).minimum(groups).clamp(min=1)[..., None]
+    # Slots are divided first, and tokens by slots, so that no run has more slots than tokens.
+    slots = torch.arange(int(runs.max()) + 1).minimum(runs) * groups[..., None] // runs
+    tokens = slots * rest[..., None] // groups.clamp(min=1)[..., None]
+    return single, slots.diff(dim=-1), tokens
 
 
-@dataclass(frozen=True)
-class _Space:
-    """Distances of points, keys next to values, as if both were standardised."""
+def _scales(
+    keys: Tensor, values: Tensor, value_weight: float, present: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return by what points, keys next to values, are shifted and scaled to be standardised.
 
-    mean: Tensor  # float32 [B, H, 1, 1, D + Dv], of the head's tokens
-    factor: Tensor  # same shape: 1 / variance, for values times the square of their weight
-
-    @classmethod
-    def of(
-        cls, keys: Tensor, values: Tensor, value_weight: float, present: Tensor | None
-    ) -> _Space:
-        """Make it from the tokens `present`, bool [B, H, N]; None: all."""
-        means, factors, number = list[Tensor](), list[Tensor](), keys.shape[2]
-        if present is not None:
-            number = present.sum(-1)[..., None, None].clamp(min=1)
-        for x, weight in ((keys, 1.0), (values, value_weight)):
-            if present is not None:  # padding may hold any values, NaN included
-                x = x.masked_fill(~present[..., None], 0.0)
-            x = x.float()
-            mean = x.sum(2, keepdim=True) / number
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            square = length.square().sum(2, keepdim=True) / number
-            variance = (square - mean.square().sum(-1, keepdim=True)) / x.shape[-1]
-            means.append(mean)
-            factors.append((weight**2 / variance.clamp(min=1e-36)).expand_as(mean))
-        return cls(*(torch.cat(x, -1)[:, :, None] for x in (means, factors)))
-
-    def nearest(self, points: Tensor, centres: Tensor, unused: Tensor) -> Tensor:
-        """Return the nearest centre [..., K, D + Dv] of points [..., C, D + Dv]: int64 [..., C].
-
-        `unused` is bool [..., K], True for centres that are left out.
-        """
-        # With x and c centred and scaled, the nearest c has the largest x'c - c'c / 2.
-        centred = centres - self.mean
-        scaled = centred * self.factor
-        offset = (scaled * (centred / 2 + self.mean)).sum(-1).masked_fill(unused, torch.inf)
-        return largest((scaled @ points.mT).sub_(offset[..., None]))[1][..., 0, :]
+    The mean of a head's tokens, those `present`, bool [B, H, N] (None: all), and 1 / variance, for
+    values times the square of their weight: float32 [B, H, 1, 1, D + Dv] both.
+    """
+    means, factors, number = list[Tensor](), list[Tensor](), keys.shape[2]
+    if present is not None:
+        number = present.sum(-1)[..., None, None].clamp(min=1)
+    for x, weight in ((keys, 1.0), (values, value_weight)):
+        if present is not None:  # padding may hold any values, NaN included
+            x = x.masked_fill(~present[..., None], 0.0)
+        x = x.float()
+        mean = x.sum(2, keepdim=True) / number
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        square = length.square().sum(2, keepdim=True) / number
+        variance = (square - mean.square().sum(-1, keepdim=True)) / x.shape[-1]
+        means.append(mean)
+        factors.append((weight**2 / variance.clamp(min=1e-36)).expand_as(mean))
+    return torch.cat(means, -1)[:, :, None], torch.cat(factors, -1)[:, :, None]
 
 
 def _k_means(
-    space: _Space,
     x: Tensor,
-    centres: Tensor,
     weight: Tensor | None,
+    ranked: Tensor,
     absent: Tensor,
     number: Tensor,
+    K: int,
     rounds: int,
+    mean: Tensor,
+    factor: Tensor,
 ) -> Tensor:
     """Return the group int64 [..., C] of each of a run's points [..., C, D]; K for `absent` ones.
 
-    A run uses the first `number` of the centres [..., K, D]; `weight` is [..., C], None: all 1.
+    A run has the first `number` of K groups; their first centres are the points `ranked` best.
+    `weight` is [..., C], None: all 1; `mean` and `factor` are the results of `_scales`.
     """
-    K = centres.shape[-2]
-    unused = torch.arange(K, device=x.device) >= number[..., None]
-    label = space.nearest(x, centres, unused).masked_fill_(absent, K)
-    weighted = x if weight is None else x * weight[..., None]
-    weight = torch.ones_like(absent, dtype=x.dtype) if weight is None else weight
-    for _ in range(rounds - 1):
-        total = _sums_of_groups(weight[..., None], label, K)
-        means = _sums_of_groups(weighted, label, K) / total.clamp(min=1e-30)
-        centres = torch.where(total > 0, means, centres)
-        label = space.nearest(x, centres, unused).masked_fill_(absent, K)
+    (*leading, C, D), device = x.shape, x.device
+    unused = torch.arange(K, device=device) >= number[..., None]
+    if weight is None:
+        weighted = pad(x, (0, 1), value=1.0)
+    else:
+        weighted = torch.cat([x * weight[..., None], weight[..., None]], -1)
+    centres = rows(x, ranked.argsort(dim=-1)[..., :K])
+    label: Any = None
+    for i in range(rounds):
+        if i:  # the mean of each group; points of label K are left out
+            if device.type == "cpu":
+                first = torch.arange(0, label[..., 0].numel() * (K + 1), K + 1)
+                index = (first.view(*leading, 1) + label).view(-1, 1).expand(-1, D + 1)
+                totals = x.new_zeros(first.numel() * (K + 1), D + 1)
+                totals.scatter_add_(0, index, weighted.flatten(0, -2))
+                totals = totals.view(*leading, K + 1, -1)
+            else:  # a product, which is deterministic
+                one_hot = x.new_zeros(*leading, K + 1, C)
+                totals = one_hot.scatter_(-2, label[..., None, :], 1.0) @ weighted
+            totals, total = totals[..., :K, :].split([D, 1], dim=-1)
+            centres = torch.where(total > 0, totals / total.clamp(min=1e-30), centres)
+        # With x and c centred and scaled, the nearest c has the largest x'c - c'c / 2.
+        centred = centres - mean
+        scaled = centred * factor
+        offset = (scaled * (centred / 2 + mean)).sum(-1).masked_fill(unused, torch.inf)
+        label = largest((scaled @ x.mT).sub_(offset[..., None]))[1][..., 0, :]
+        label = label.masked_fill_(absent, K)
     return label
-
-
-def _sums_of_groups(x: Tensor, label: Tensor, K: int) -> Tensor:
-    """Return sums [..., K, D] of x [..., C, D] by label, int64 [..., C]; label K is left out."""
-    if x.device.type != "cpu":  # a product, which is deterministic
-        one_hot = x.new_zeros(*label.shape[:-1], K + 1, label.shape[-1])
-        return (one_hot.scatter_(-2, label[..., None, :], 1.0) @ x)[..., :K, :]
-    first = torch.arange(0, label[..., 0].numel() * (K + 1), K + 1).view(*label.shape[:-1], 1)
-    index = (first + label).view(-1, 1).expand(-1, x.shape[-1])
-    totals = x.new_zeros(first.numel() * (K + 1), x.shape[-1])
-    totals.scatter_add_(0, index, x.flatten(0, -2))
-    return totals.view(*label.shape[:-1], K + 1, -1)[..., :K, :]
 
 
 def _without_empty(label: Tensor, ranked: Tensor, number: Tensor, K: int) -> Tensor:
@@ -285,8 +268,3 @@ def _without_empty(label: Tensor, ranked: Tensor, number: Tensor, K: int) -> Ten
     leaves = may_leave.gather(-1, order)
     leaves &= leaves.cumsum(-1) <= missing[..., None]
     return label.masked_fill(torch.zeros_like(may_leave).scatter_(-1, order, leaves), K)
-
-
-def _count(like: Tensor) -> Tensor:
-    """Return 0, 1, 2, ... along the last dimension, in the shape of `like`."""
-    return torch.arange(like.shape[-1], device=like.device).expand(like.shape)

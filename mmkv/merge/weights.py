@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores.attention import tile
+from mmkv.scores.observers import tile
 
 # A fitted weight differs from the number of tokens by at most this factor, as a logarithm.
 _BOUND = math.log(4)

@@ -6,7 +6,6 @@ float32 inside `torch.autocast` too, which is turned off here. Shape letters as 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 # How a token's value may count in its score, see `mmkv.scores.values`.
 Value = Literal["norm", "output", "residual"]
 Pooling = Literal["avg", "max"]
-# Attention probabilities computed at a time. On a CPU a tile that fits into its cache is twice as
-# fast as one in memory, while much smaller ones wait on threads; an accelerator needs few large
-# launches.
-_CPU_TILE_PER_THREAD = 2**18
-_DEVICE_TILE = 2**28
 
 
 def check_decoding(policy: Policy, **options: Any) -> None:
@@ -38,20 +32,6 @@ def check_decoding(policy: Policy, **options: Any) -> None:
                 f"{name}={value!r} weighs attention, but decode={policy.decode.name!r} goes on by "
                 f"attention alone: leave {name} out, or use decode='ratio' or 'grow'"
             )
-
-
-def tile(device: torch.device) -> int:
-    """Return how many attention probabilities to compute at a time."""
-    if device.type == "cpu":
-        return _CPU_TILE_PER_THREAD * torch.get_num_threads()
-    return _DEVICE_TILE
-
-
-def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which autocast does not round products of float32 to 16 bits."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
 
 
 def window_rows(
@@ -74,7 +54,7 @@ def window_rows(
     if valid is not None:
         # Keys and queries alike: padding may hold any values, NaN included.
         allowed = allowed & valid[:, None, None, None] & valid[:, None, None, -window:, None]
-    with autocast_off(key):
+    with torch.autocast(key.device.type, enabled=False):
         rows = query[:, :, -window:].float() * scale_of(D, scale, softcap)
         logits = (rows.reshape(B, H, -1, D) @ key.float().mT).view(B, H, -1, window, N)
         if softcap is not None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores.attention import tile, window_rows
+from mmkv.scores.attention import window_rows
+from mmkv.scores.observers import tile
 
 _TINY = torch.finfo(torch.float32).tiny
 

@@ -13,7 +13,7 @@ from helpers.models import random
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.selection import Ranking
 from mmkv.merge.groups import leaders
-from mmkv.scores import attention as tiling
+from mmkv.scores import observers as tiling
 
 
 def layer(B: int, H: int, N: int, D: int = 4, Dv: int = 3, seed: int = 0) -> list[Tensor]:
