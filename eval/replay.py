@@ -9,7 +9,7 @@ Replies are read on by `generate` where it changes logits: see `mmkv.forcing.cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,7 +78,7 @@ class Capture(CompressedCache):
                     cache.update(key, value, i)
                     if call is not None:
                         running.pending = None
-                        cache.attend(i, call, lambda: no_output)
+                        cache.attend(i, call, no_output)
                 phase: Any = cache.phase
                 phase.similarity = dict(self.phase.similarity)
                 cache.finish()
@@ -114,14 +114,15 @@ class Capture(CompressedCache):
         raise ValueError("a pass of a model with linear attention cannot be taken in")
 
     def attend(
-        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
+        self, layer_idx: int, call: AttentionCall, own: tuple[Tensor, Any] | None
     ) -> tuple[Tensor, Any]:
         """Record all inputs of a compressed layer's attention."""
         running = current.get()
         assert running is not None
         self.calls[layer_idx] = call.key, call.value, call
         self.rotary |= running.rotary
-        return delegate()
+        assert own is not None
+        return own
 
     def finish(self) -> None:
         """Evict nothing."""

@@ -12,7 +12,7 @@ confident model seldom draws the most informative ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -193,14 +193,14 @@ class _Probe(CompressedCache):
         return recurrent_states
 
     def attend(
-        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
+        self, layer_idx: int, call: AttentionCall, own: tuple[Tensor, Any] | None
     ) -> tuple[Tensor, Any]:
         """Compute the reply's attention over the whole prompt, and over the pairs of each level.
 
         In float32, as bfloat16 would round small changes of outputs away.
         """
         if self.expects_prompt:
-            return super().attend(layer_idx, call, delegate)
+            return super().attend(layer_idx, call, own)
         query, key, value, _, scale, softcap = call
         layer, prompt = self.layers[layer_idx], self.prompt
         assert isinstance(layer, CompressedLayer)

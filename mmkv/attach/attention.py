@@ -22,6 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
+from mmkv.cache.phases import Reading
 from mmkv.cache.selection import importance
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.calls import without
@@ -76,8 +77,9 @@ def _attention(
             f"{type(module).__name__} uses learned sinks or position biases, which the compressed "
             "cache does not compute: mmkv.unwrap(model)"
         )
-    assert running.cache is not None
-    return running.cache.attend(layer_idx, call, delegate)
+    cache: Any = running.cache
+    first = isinstance(cache.phase, Reading) and cache.layers[layer_idx].state is None
+    return cache.attend(layer_idx, call, delegate() if first else None)
 
 
 def _base_function(base: str, module: nn.Module) -> tuple[Callable[..., Any], Any]:

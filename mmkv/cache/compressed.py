@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +36,6 @@ from mmkv.cache.state import CacheState
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.slots import plan as plan_slots
-from mmkv.parts.slots import send
 
 
 class CompressedCache(CacheState):
@@ -205,14 +203,15 @@ class CompressedCache(CacheState):
             running.masked = valid & ~earlier
 
     def attend(
-        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
+        self, layer_idx: int, call: AttentionCall, own: tuple[Tensor, Any] | None
     ) -> tuple[Tensor, Any]:
         """Compute one layer's attention; for a first prompt, by the model's own function.
 
         Args:
             layer_idx: the index of the layer.
             call: the arguments of the attention function.
-            delegate: the model's own attention over the new tokens alone.
+            own: the output of the model's own attention over the new tokens, for a first prompt;
+                None: earlier tokens are kept.
 
         Returns:
             [B, q, Hq, D], and attention weights if the model's own attention returns them.
@@ -228,8 +227,7 @@ class CompressedCache(CacheState):
         assert self.prompt is not None
         query, key, value, mask, scale, softcap = call
         options: Any = {"scale": scale, "softcap": softcap}
-        out = delegate() if layer.state is None else None
-        first = layer.seen - query.shape[2]
+        out, first = own, layer.seen - query.shape[2]
         new_valid = self.prompt.valid[:, first:]
         view = running.view(mask, new_valid)
         with outside_inference_mode():
@@ -247,6 +245,8 @@ class CompressedCache(CacheState):
             out = refuse_gradient(attended), None
         with outside_inference_mode(), torch.no_grad():
             inputs = running.inputs(layer_idx, prompt_kv, query=query, mask=view, **options)
+            if phase.scores:
+                prompt_kv.score(self.plan.policy, inputs, self.prompt, phase.mean_sizes)
             self._read(layer_idx, phase, prompt_kv, inputs)
         return out
 
@@ -269,7 +269,7 @@ class CompressedCache(CacheState):
         if running.observes:
             layer.remember(query, running.rotary.get(layer_idx))
             assert isinstance(self.phase, Decoding)
-            if self.phase.reading is not None:
+            if (reading := self.phase.reading) is not None:
                 prompt_kv = kept.dense()
                 queries, rotary = layer.remembered()
                 prompt_kv.tail = layer.tail.of_last(prompt_kv.keys.shape[2] - queries.shape[2])
@@ -277,24 +277,19 @@ class CompressedCache(CacheState):
                     running.rotary[layer_idx] = rotary
                 inputs = running.inputs(layer_idx, prompt_kv, query=queries, mask=None, **options)
                 with torch.no_grad():
-                    self._read(layer_idx, self.phase.reading, prompt_kv, inputs)
+                    if reading.scores:
+                        prompt_kv.score(self.plan.policy, inputs, self.prompt, reading.mean_sizes)
+                    self._read(layer_idx, reading, prompt_kv, inputs)
         return refuse_gradient(out) if out.requires_grad else out
 
     def _read(self, layer_idx: int, phase: Reading, prompt_kv: PromptKV, new: LayerInputs) -> None:
-        """Score a layer's tokens; evict at once if its size is known, else keep all of them."""
-        policy, prompt = self.plan.policy, self.prompt
-        assert prompt is not None
+        """Evict a layer at once if its size is known, else keep all of its tokens."""
         layer: Any = self.layers[layer_idx]
         layer.reply_queries, layer.tail = [], Tail()
-        if phase.scores:
-            if phase.mean_sizes is not None:
-                mean_sizes = send(np.array(phase.mean_sizes, np.float32), new.key.device)
-                new = replace(new, size=mean_sizes)
-            prompt_kv.score(policy, new, prompt)
         if phase.evicts and not phase.postpones:
             prompt_kv.tail = Tail()  # the prompt is complete
         else:
-            prompt_kv.remember(policy, new)
+            prompt_kv.remember(self.plan.policy, new)
         layer.state = prompt_kv
         if phase.evicts and phase.postpones:
             self._postpone(layer_idx, prompt_kv)

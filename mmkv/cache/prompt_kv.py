@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,6 +16,7 @@ from mmkv.cache.padded_blocks import attend
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary, reposition, rows_of
 from mmkv.merge.weights import ReferenceQueries
+from mmkv.parts.slots import send
 from mmkv.policy import Policy
 from mmkv.scores.observers import tile
 
@@ -168,12 +170,21 @@ class PromptKV:
             out.append(chunk_out.view(B, Hq, n, -1).transpose(1, 2))
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
-    def score(self, policy: Policy, new: LayerInputs, prompt: TokenMasks) -> None:
+    def score(
+        self,
+        policy: Policy,
+        new: LayerInputs,
+        prompt: TokenMasks,
+        mean_sizes: Sequence[float] | None,
+    ) -> None:
         """Score all tokens by the new queries, and combine the result with earlier scores.
 
         Window scores pool over neighbours in the cache. The layer's inputs `new` have all keys and
-        values, and the queries and the mask of the latest tokens.
+        values, and the queries and the mask of the latest tokens; `mean_sizes` is [B].
         """
+        if mean_sizes is not None:
+            size = send(np.array(mean_sizes, np.float32), new.key.device)
+            new = replace(new, size=size)
         windows: Sequence[int] = prompt.windows
         layer = self._inputs(new)
         if policy.merge is not None and policy.merge.fit:

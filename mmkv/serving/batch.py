@@ -284,7 +284,7 @@ class RowCaches(CompressedCache):
         return key_states, value_states
 
     def attend(
-        self, layer_idx: int, call: AttentionCall, delegate: Callable[[], tuple[Tensor, Any]]
+        self, layer_idx: int, call: AttentionCall, own: tuple[Tensor, Any] | None
     ) -> tuple[Tensor, Any]:
         """Return a layer's attention, [B, 1, Hq, D]: of the pool at once, of other rows singly."""
         query, value = call.query, call.value
@@ -306,7 +306,7 @@ class RowCaches(CompressedCache):
                 row_pass.rotary[layer_idx] = rows_of(rotary, index)
             current.set(row_pass)
             of_row = call._replace(query=query[at], key=call.key[at], value=value[at])
-            out[at] = row.attend(layer_idx, of_row, delegate)[0]
+            out[at] = row.attend(layer_idx, of_row, None)[0]
 
         try:
             self._for_each_row(attend_row)
