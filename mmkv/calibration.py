@@ -22,11 +22,12 @@ from torch.nn.functional import pad
 
 from mmkv import adapters, visual_heads
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.config import CacheConfig, sizes_of_rows
+from mmkv.cache.config import CacheConfig
 from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.prompt_kv import PromptKV
+from mmkv.cache.selection import sizes_of_rows
 from mmkv.calls import cache_in, passing, unwrap_container
 from mmkv.forcing import checked_inputs, greedy
 from mmkv.parts.slots import Grow
@@ -220,12 +221,11 @@ class _Probe(CompressedCache):
         self.outputs.append(output)
         self.heads = key.shape[1]
         with torch.no_grad():
-            token_masks = prompt.to(key.device)
             changes: list[Tensor] = []
             for level in LEVELS[:-1]:
                 plan = replace(self.plan, budget=level)
                 sizes = [n for (n,) in sizes_of_rows(plan, prompt, 1)]
-                kept = evict(prompt_kv, self.plan, token_masks, sizes, 0, layer_idx).dense()
+                kept = evict(prompt_kv, self.plan, prompt, sizes, 0, layer_idx).dense()
                 changes.append(attend_to(kept) - output)
         self.changes.append(torch.stack(changes))
         return output.to(query.dtype), None

@@ -15,7 +15,7 @@ import torch
 
 from mmkv.budgets import checked
 from mmkv.cache import selection
-from mmkv.cache.config import CacheConfig, sizes_of_rows
+from mmkv.cache.config import CacheConfig
 from mmkv.cache.evict import group_rows
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.token_masks import TokenMasks, keeps_everything, kept_whole, total_kept
@@ -179,10 +179,10 @@ def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
     valid = torch.ones(1, load.prompt, dtype=torch.bool)
     prompt = TokenMasks.of(policy, valid, budget=budget, n_layers=n_layers)
     scores, positions = torch.zeros(1, H, load.prompt), torch.arange(load.prompt).view(1, 1, -1)
-    (layer_sizes,) = sizes_of_rows(CacheConfig(policy, budget), prompt, n_layers)
-    kv, marks, empty = PromptKV(scores, scores, positions, scores), prompt.marks(positions), 0
+    (layer_sizes,) = selection.sizes_of_rows(CacheConfig(policy, budget), prompt, n_layers)
+    kv, empty = PromptKV(scores, scores, positions, scores), 0
     for layer, size in zip(heads.layers, layer_sizes, strict=True):
-        ranking = selection.ranked(policy, kv, prompt, marks, [size], layer)
+        ranking = selection.ranked(policy, kv, prompt, [size], layer)
         counts = ranking.size.expand(load.batch, H).flatten().numpy()
         empty += sum(len(x) * int(counts[x].max()) for x in group_rows(counts)) - int(counts.sum())
     return empty / (n_layers * H * load.batch)

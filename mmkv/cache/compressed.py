@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmkv.cache.config import sizes_of_rows
 from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
@@ -31,7 +30,7 @@ from mmkv.cache.forward_pass import (
 from mmkv.cache.layer import CompressedLayer, KeptKV
 from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.prompt_kv import PromptKV, Tail
-from mmkv.cache.selection import head_sizes
+from mmkv.cache.selection import head_sizes, sizes_of_rows
 from mmkv.cache.state import CacheState
 from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
@@ -300,7 +299,7 @@ class CompressedCache(CacheState):
         """Move all tokens of a layer into blocks with room for those generated before eviction."""
         assert self.prompt is not None
         layer: Any = self.layers[layer_idx]
-        prompt, n_generated = self.prompt.to(prompt_kv.keys.device), self.plan.policy.postpone
+        prompt, n_generated = self.prompt, self.plan.policy.postpone
         layer.tail = prompt_kv.tail.by_age(prompt_kv.positions)
         full_plan = replace(self.plan, budget=1.0, kv_dtype=None)
         layer.state = evict(prompt_kv, full_plan, prompt, prompt.lengths, n_generated, layer_idx)
@@ -366,6 +365,4 @@ class CompressedCache(CacheState):
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
         if isinstance(self.phase, Reading) and self.phase.until is not None:
             expected = 0  # the next chunk of the prompt allocates new storage
-        device, prompt = layer.state.keys.device, self.prompt
-        prompt = prompt if prompt.valid.device == device else prompt.to(device)
-        layer.state = evict(layer.state, self.plan, prompt, sizes, expected, layer_idx, split)
+        layer.state = evict(layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split)

@@ -1,7 +1,4 @@
-"""The settings of a wrap, checked, and the layer sizes that follow from them.
-
-Shape letters as in `mmkv.scores`.
-"""
+"""The settings of a wrap, checked, and what they keep of a prompt's rows."""
 
 from __future__ import annotations
 
@@ -11,16 +8,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from mmkv.cache import sampling, token_masks
 from mmkv.cache.sampling import SampledSizes
 from mmkv.cache.token_masks import TokenMasks, total_kept
-from mmkv.parts import SizeInputs
 from mmkv.policy import Policy
-from mmkv.sizes.layers import fit
 
 logger = logging.getLogger(__name__)
 
@@ -177,74 +170,3 @@ class CacheConfig:
             self.logged.add("shortfalls")
             rest = f"; and {len(notes) - _MOST_NAMED} rows more" if len(notes) > _MOST_NAMED else ""
             logger.warning("%s%s", "; ".join(notes[:_MOST_NAMED]), rest)
-
-
-def sizes_of_rows(
-    plan: CacheConfig,
-    prompt: TokenMasks,
-    n_layers: int,
-    scores: Sequence[Tensor] = (),
-    positions: Sequence[Tensor] = (),
-    measured: Sequence[Tensor] = (),
-) -> list[list[int]]:
-    """Return how many tokens each compressed layer keeps of each row, [B][L].
-
-    Args:
-        plan: policy, budget and profile, whose kept fractions replace the policy's layer part.
-        prompt: the masks of the tokens.
-        n_layers: L.
-        scores, positions: [B, 1 or H, U] of each layer; empty before they are computed.
-        measured: [B] of each layer, the measure that the layer part `needs`.
-    """
-    policy, kept, totals = plan.policy, [[n] * n_layers for n in prompt.lengths], dict[int, int]()
-    for row, evicts in enumerate(plan.evicting(prompt)):
-        length, floor = prompt.lengths[row], prompt.floors[row]
-        total = max(total_kept(policy, plan.budget, n_layers, length), n_layers * floor)
-        if evicts and total < n_layers * length:
-            totals[row] = total
-    lengths, floors = ([x[row] for row in totals] for x in (prompt.lengths, prompt.floors))
-    fractions = [plan.fractions_of(length, n_layers) for length in lengths]
-    target_sizes = [[x * n for x in f or ()] for f, n in zip(fractions, lengths, strict=True)]
-    if None in fractions:
-        rows: Any = slice(None) if len(totals) == len(kept) else list(totals)
-        inputs: dict[str, Any] = {"lengths": lengths, "floors": floors, "n_layers": n_layers}
-        if measured:
-            columns = [x.to(measured[0].device) for x in measured]
-            inputs["measured"] = torch.stack(columns, dim=1)[rows].cpu()
-        if scores and policy.layers.needs == "scores":
-            sorted_scores, n_candidates = competing(scores, positions, prompt)
-            inputs |= {"scores": sorted_scores[rows], "n_candidates": n_candidates[rows]}
-        target_sizes = policy.layers(SizeInputs(totals=list(totals.values()), **inputs))
-        if policy.layers.retention is not None:
-            items = zip(totals.items(), target_sizes, strict=True)
-            totals = {row: max(total, int(sum(sizes))) for (row, total), sizes in items}
-    for (row, total), sizes, floor in zip(totals.items(), target_sizes, floors, strict=True):
-        kept[row] = fit(sizes, total, floor=floor, max_size=prompt.lengths[row])
-    return kept
-
-
-def competing(
-    scores: Sequence[Tensor], positions: Sequence[Tensor], prompt: TokenMasks
-) -> tuple[Tensor, Tensor]:
-    """Return the scores of each row's competing tokens, largest first, for the layer allocators.
-
-    Heads with rankings of their own keep their own best tokens, so a layer's n-th entry is the mean
-    over heads of each head's n-th largest score: its prefix sums are the scores the layer retains.
-    (The papers' R_l is defined on one ranking; with one ranking per layer this is the same.)
-
-    Returns:
-        importance: [B, L, U] of the widest layer, on the first layer's device; 0 for tokens that a
-            layer lost in earlier turns.
-        n_candidates: int64 [B], the largest number of competing tokens in a layer, at least 1.
-    """
-    importance, n_candidates = [], []
-    width, device = max(s.shape[-1] for s in scores), scores[0].device
-    for s, p in zip(scores, positions, strict=True):
-        (always_kept,) = prompt.to(p.device).at(p, "always_kept")
-        free = (p >= 0) & ~always_kept
-        ranked = s.masked_fill(~free[:, : s.shape[1]], float("-inf"))
-        ranked = ranked.sort(dim=-1, descending=True).values
-        ranked = ranked.masked_fill(ranked == float("-inf"), 0.0).mean(dim=1)
-        importance.append(pad(ranked, (0, width - ranked.shape[-1])).to(device))
-        n_candidates.append(free.sum(-1).amax(-1).to(device))
-    return torch.stack(importance, dim=1), torch.stack(n_candidates).amax(0).clamp(min=1)

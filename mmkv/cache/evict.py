@@ -36,15 +36,14 @@ def evict(
     Args:
         prompt_kv: all tokens of the layer.
         plan: policy and budget.
-        prompt: the masks of the tokens, on the layer's device.
+        prompt: the masks of the tokens.
         sizes: tokens kept per head, for each row.
         expected: how many tokens will be generated; 0 if that is not known.
         layer_idx: the index of the layer.
         split: the result of `head_sizes` for this layer.
     """
     policy, (B, H, U, _) = plan.policy, prompt_kv.keys.shape
-    marks = prompt.marks(prompt_kv.positions)
-    ranking = selection.ranked(policy, prompt_kv, prompt, marks, sizes, layer_idx, split)
+    ranking = selection.ranked(policy, prompt_kv, prompt, sizes, layer_idx, split)
     merge = None if list(sizes) == prompt.lengths else policy.merge
     if merge is None:
         kept = ranking.kept(prompt_kv)
@@ -103,7 +102,9 @@ def evict(
         group_index = _leaders(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
     blocks: list[PaddedBlock] = []
     errors = torch.zeros(B * H, 2, 2, device=keys.device)
-    for rows, schedule, width, capacity in _planned(plan, prompt, counts, n_pinned, expected):
+    for rows, schedule, width, capacity in _planned(
+        plan, prompt, counts, n_pinned, expected, keys.device
+    ):
         padding = (0, capacity - width)
         index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
         block_tokens = pad(tokens[index, :width], padding, value=-1)
@@ -160,7 +161,12 @@ def _leaders(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> T
 
 
 def _planned(
-    plan: CacheConfig, prompt: TokenMasks, counts: np.ndarray, n_pinned: np.ndarray, expected: int
+    plan: CacheConfig,
+    prompt: TokenMasks,
+    counts: np.ndarray,
+    n_pinned: np.ndarray,
+    expected: int,
+    device: torch.device,
 ) -> list[tuple[np.ndarray, SlotSchedule, int, int]]:
     """Return of each block its rows among the B * H, its schedule, its used slots and all slots.
 
@@ -194,7 +200,8 @@ def _planned(
         if isinstance(schedule, HeavyHitterSlots):
             places = prompt.last_places(int(schedule.recent.max()))
             if places is not None:
-                schedule.behind(places[send(rows // heads, places.device)], seen)
+                places = places.to(device)
+                schedule.behind(places[send(rows // heads, device)], seen)
         width = int(counts[rows].max())
         n_expected = min(expected, spare(width, seen))
         blocks.append((rows, schedule, width, schedule.most(n_expected)))

@@ -88,9 +88,7 @@ class PromptKV:
 
     def masked(self, valid: Tensor) -> PromptKV:
         """Remove the tokens for which `valid`, bool [B, T] by position, is False."""
-        B, P, _ = self.positions.shape
-        visible = valid.to(self.positions.device)[:, None].expand(B, P, -1)
-        is_kept = visible.gather(-1, self.positions.clamp(min=0)) & (self.positions >= 0)
+        (is_kept,) = selection.marked([valid], self.positions)
         positions = self.positions.masked_fill(~is_kept, -1)
         # Move the remaining tokens to the end, in order of position; cut off the empty columns.
         start = int((~is_kept).sum(-1).min())
@@ -194,7 +192,7 @@ class PromptKV:
             n_queries = (self.positions[:, 0, -layer.query.shape[2] :] >= 0).sum(-1).tolist()
             windows = [min(w, n) for w, n in zip(windows, n_queries, strict=True)]
         per_head = self.positions.shape[1] > 1
-        (image,) = prompt.to(self.positions.device).at(self.positions, "image")
+        (image,) = selection.marked([prompt.image], self.positions)
         if per_head:  # heads keep different tokens: score each as a row of its own
             layer = layer.by_head(self.positions >= 0, image)
             windows = [w for w in windows for _ in range(self.keys.shape[1])]

@@ -1,4 +1,4 @@
-"""Selection of the kept tokens: which are always kept, and which a layer keeps by score.
+"""Selection of the kept tokens: how many each layer and head keeps, and which by score.
 
 Shape letters as in `mmkv.scores`.
 """
@@ -8,19 +8,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.cache.token_masks import TokenMasks
+from mmkv.cache.token_masks import TokenMasks, total_kept
 from mmkv.layer_inputs import LayerInputs, rows_of
+from mmkv.parts import SizeInputs
 from mmkv.parts.slots import send
 from mmkv.policy import Policy, Score
+from mmkv.sizes.layers import fit
 
 if TYPE_CHECKING:
+    from mmkv.cache.config import CacheConfig
     from mmkv.cache.prompt_kv import PromptKV
 
 
@@ -145,7 +148,6 @@ def ranked(
     policy: Policy,
     kv: PromptKV,
     prompt: TokenMasks,
-    marks: Sequence[Tensor],
     sizes: Sequence[int],
     layer_idx: int = 0,
     split: Tensor | None = None,
@@ -156,7 +158,6 @@ def ranked(
         policy: its `heads`, `merge`, `recent` and `text_prior` are used.
         kv: the tokens; without scores if every row keeps all of them.
         prompt: the masks of the tokens.
-        marks: `prompt.marks(kv.positions)`, bool [B, 1 or H, U] each.
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: the index of the layer.
         split: int64 [B, H], tokens kept by each head, if the heads of all layers share a budget.
@@ -168,7 +169,8 @@ def ranked(
         P = 1 if kv.scores is None else kv.scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
         known = counts[:, None].expand(-1, P), n_pinned[:, None].expand(-1, P)
-    always_kept, protected, image = marks
+    masks = prompt.always_kept, prompt.protected, prompt.image
+    always_kept, protected, image = marked(masks, kv.positions)
     free = (kv.positions >= 0) & ~always_kept
     scores, present, always_kept, size = contested(policy, kv, always_kept, sizes)
     protected = protected.expand(present.shape)
@@ -214,6 +216,84 @@ def _split(
     return torch.where(fits[:, None], n_present, split.minimum(n_present))
 
 
+def marked(masks: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
+    """Return masks [B, T] at `positions` [B, 1 or H, U]; False where there is no token."""
+    place, present = positions.clamp(min=0), positions >= 0
+    by_head = [x.to(place.device)[:, None].expand(-1, place.shape[1], -1) for x in masks]
+    return [x.gather(-1, place) & present for x in by_head]
+
+
+def sizes_of_rows(
+    plan: CacheConfig,
+    prompt: TokenMasks,
+    n_layers: int,
+    scores: Sequence[Tensor] = (),
+    positions: Sequence[Tensor] = (),
+    measured: Sequence[Tensor] = (),
+) -> list[list[int]]:
+    """Return how many tokens each compressed layer keeps of each row, [B][L].
+
+    Args:
+        plan: policy, budget and profile, whose kept fractions replace the policy's layer part.
+        prompt: the masks of the tokens.
+        n_layers: L.
+        scores, positions: [B, 1 or H, U] of each layer; empty before they are computed.
+        measured: [B] of each layer, the measure that the layer part `needs`.
+    """
+    policy, kept, totals = plan.policy, [[n] * n_layers for n in prompt.lengths], dict[int, int]()
+    for row, evicts in enumerate(plan.evicting(prompt)):
+        length, floor = prompt.lengths[row], prompt.floors[row]
+        total = max(total_kept(policy, plan.budget, n_layers, length), n_layers * floor)
+        if evicts and total < n_layers * length:
+            totals[row] = total
+    lengths, floors = ([x[row] for row in totals] for x in (prompt.lengths, prompt.floors))
+    fractions = [plan.fractions_of(length, n_layers) for length in lengths]
+    target_sizes = [[x * n for x in f or ()] for f, n in zip(fractions, lengths, strict=True)]
+    if None in fractions:
+        rows: Any = slice(None) if len(totals) == len(kept) else list(totals)
+        inputs: dict[str, Any] = {"lengths": lengths, "floors": floors, "n_layers": n_layers}
+        if measured:
+            columns = [x.to(measured[0].device) for x in measured]
+            inputs["measured"] = torch.stack(columns, dim=1)[rows].cpu()
+        if scores and policy.layers.needs == "scores":
+            sorted_scores, n_candidates = competing(scores, positions, prompt)
+            inputs |= {"scores": sorted_scores[rows], "n_candidates": n_candidates[rows]}
+        target_sizes = policy.layers(SizeInputs(totals=list(totals.values()), **inputs))
+        if policy.layers.retention is not None:
+            items = zip(totals.items(), target_sizes, strict=True)
+            totals = {row: max(total, int(sum(sizes))) for (row, total), sizes in items}
+    for (row, total), sizes, floor in zip(totals.items(), target_sizes, floors, strict=True):
+        kept[row] = fit(sizes, total, floor=floor, max_size=prompt.lengths[row])
+    return kept
+
+
+def competing(
+    scores: Sequence[Tensor], positions: Sequence[Tensor], prompt: TokenMasks
+) -> tuple[Tensor, Tensor]:
+    """Return the scores of each row's competing tokens, largest first, for the layer allocators.
+
+    Heads with rankings of their own keep their own best tokens, so a layer's n-th entry is the mean
+    over heads of each head's n-th largest score: its prefix sums are the scores the layer retains.
+    (The papers' R_l is defined on one ranking; with one ranking per layer this is the same.)
+
+    Returns:
+        importance: [B, L, U] of the widest layer, on the first layer's device; 0 for tokens that a
+            layer lost in earlier turns.
+        n_candidates: int64 [B], the largest number of competing tokens in a layer, at least 1.
+    """
+    importance, n_candidates = [], []
+    width, device = max(s.shape[-1] for s in scores), scores[0].device
+    for s, p in zip(scores, positions, strict=True):
+        (always_kept,) = marked([prompt.always_kept], p)
+        free = (p >= 0) & ~always_kept
+        ranked = s.masked_fill(~free[:, : s.shape[1]], float("-inf"))
+        ranked = ranked.sort(dim=-1, descending=True).values
+        ranked = ranked.masked_fill(ranked == float("-inf"), 0.0).mean(dim=1)
+        importance.append(pad(ranked, (0, width - ranked.shape[-1])).to(device))
+        n_candidates.append(free.sum(-1).amax(-1).to(device))
+    return torch.stack(importance, dim=1), torch.stack(n_candidates).amax(0).clamp(min=1)
+
+
 def head_sizes(
     layers: Sequence[PromptKV], policy: Policy, prompt: TokenMasks, sizes: Sequence[Sequence[int]]
 ) -> Sequence[Tensor | None]:
@@ -227,9 +307,8 @@ def head_sizes(
     widest, device = max(x.keys.shape[2] for x in layers), layers[0].keys.device
     competing, n_always, n_free = list[Tensor](), list[Tensor](), list[Tensor]()
     for kv, size in zip(layers, sizes, strict=True):
-        masks = prompt.to(kv.positions.device)
-        (marked,) = masks.at(kv.positions, "always_kept")
-        s, present, always_kept, _ = contested(policy, kv, marked, size)
+        (always_kept,) = marked([prompt.always_kept], kv.positions)
+        s, present, always_kept, _ = contested(policy, kv, always_kept, size)
         # Pad on the left, so that ties of a padded row are ranked as in the row alone.
         s = s.masked_fill(always_kept | ~present, float("-inf"))
         competing.append(pad(s, (widest - s.shape[-1], 0), value=-torch.inf).to(device))

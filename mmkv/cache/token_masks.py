@@ -6,8 +6,8 @@ tokens in a batch as alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,15 +109,13 @@ class TokenMasks:
         masks = valid, image, is_prompt, always_kept, protected
         return cls(*masks, lengths, windows, floors, n_pinned, inner, granted)
 
-    def to(self, device: torch.device) -> TokenMasks:
-        """Return the masks on another device, for models split over several devices."""
-        return self if self.valid.device == device else self._each(lambda x: x.to(device))
-
     def rows(self, batch: Tensor) -> TokenMasks:
         """Return the rows `batch`, which may repeat."""
-        lists = {k: x for k, x in vars(self).items() if isinstance(x, list)}
-        hosted = {k: [x[b] for b in batch.tolist()] for k, x in lists.items()}
-        return replace(self._each(lambda x: x[batch.to(x.device)]), **hosted)
+        fields: dict[str, Any] = {}
+        for name, x in vars(self).items():
+            is_mask = isinstance(x, Tensor)
+            fields[name] = x[batch.to(x.device)] if is_mask else [x[b] for b in batch.tolist()]
+        return TokenMasks(**fields)
 
     def check_ends(self) -> None:
         """Check that every row can be continued by generated tokens.
@@ -135,10 +133,6 @@ class TokenMasks:
                 "padding_side = 'left'), as generation needs"
             )
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> TokenMasks:
-        masks = {k: x for k, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **{k: change(x) for k, x in masks.items()})
-
     def last_places(self, n: int) -> Tensor | None:
         """Return the positions of each row's n last tokens, int64 [B, n]; None without gaps.
 
@@ -150,16 +144,6 @@ class TokenMasks:
         positions = torch.arange(T, device=self.valid.device).expand_as(self.valid)
         places = positions.masked_fill(~self.valid, -1).sort(dim=-1).values
         return pad(places, (max(0, n - T), 0), value=-1)[:, -n:]
-
-    def at(self, positions: Tensor, *names: str) -> list[Tensor]:
-        """Return the masks `names` at `positions` [B, 1 or H, U]; False where there is no token."""
-        place, present = positions.clamp(min=0), positions >= 0
-        marks = (getattr(self, x)[:, None].expand(-1, positions.shape[1], -1) for x in names)
-        return [x.gather(-1, place) & present for x in marks]
-
-    def marks(self, positions: Tensor) -> list[Tensor]:
-        """Return which tokens at `positions` are always kept, protected, and image tokens."""
-        return self.at(positions, "always_kept", "protected", "image")
 
 
 def total_kept(policy: Policy, budget: float | int | None, n_layers: int, length: int) -> int:

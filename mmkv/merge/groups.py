@@ -129,7 +129,7 @@ def leaders(
     present, indices = rank > -torch.inf, torch.arange(N, device=device)
     # How many single tokens and groups each head has, on the host.
     counts = torch.stack([sizes, (rank == torch.inf).sum(-1), present.sum(-1)]).cpu()
-    n_single, n_groups, starts = _planned(*counts, exact, run)
+    n_single, n_groups, starts = _planned(counts, exact, run)
     longest, width = (max(1, int(x.max())) for x in (starts.diff(dim=-1), n_groups))
     unpadded = bool((counts[2] == N).all())
     order = rank.argsort(dim=-1, descending=True, stable=True)
@@ -165,13 +165,13 @@ def leaders(
     return leader_of[..., :N]
 
 
-def _planned(
-    sizes: Tensor, always_kept: Tensor, present: Tensor, exact: float, run: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _planned(counts: Tensor, exact: float, run: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return how many tokens of each head stay single [B, H], and groups of each run [B, H, R].
 
     Also where the runs start among the other tokens, and the end, [B, H, R + 1]; all on the host.
+    `counts` [3, B, H] are each head's slots, its tokens that must stay, and all of its tokens.
     """
+    sizes, always_kept, present = counts
     size = sizes.minimum(present)
     single = always_kept + ((size - always_kept) * exact).long()
     # At least one slot is left for a group, unless no token or no slot is left.

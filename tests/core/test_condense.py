@@ -192,7 +192,7 @@ def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int
     must = int(prompt.always_kept.sum())
     scores = torch.linspace(1, 0, N).view(1, 1, N)
     kv = PromptKV(scores, scores, positions, scores)
-    rank = selection.ranked(policy, kv, prompt, prompt.marks(positions), [size]).rank
+    rank = selection.ranked(policy, kv, prompt, [size]).rank
     room = min(newest, size - must)
     expected = prompt.always_kept[0].clone()
     free = (~expected).nonzero()[:, 0].tolist()

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from mmkv.cache.config import CacheConfig, sizes_of_rows
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.selection import sizes_of_rows
 from mmkv.cache.token_masks import TokenMasks
 
 
