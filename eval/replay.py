@@ -18,10 +18,9 @@ from torch import Tensor
 
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.config import CacheConfig
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.selection import importance
-from mmkv.cache.token_masks import TokenMasks
 from mmkv.calls import CACHE, passing
 from mmkv.contexts import Context
 from mmkv.forcing import Read, Steps, up_to_end

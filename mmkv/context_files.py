@@ -23,11 +23,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from mmkv import digest
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.config import CacheConfig
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import evict
 from mmkv.cache.phases import Decoding
 from mmkv.cache.prompt_kv import PromptKV, token_numbers
-from mmkv.cache.token_masks import TokenMasks
 
 FORMAT, VERSION = "mmkv-context", 3
 _TEXTS = ("plan", "weights", "dtype", "lead", "task", "digest")
@@ -191,10 +190,9 @@ def _restored(
     inputs, pictured = _inputs(attachment, tensors)
     (B, T), L = pictured.shape, len(cache.compressed)
     prompt = TokenMasks.of(
-        cache.plan.policy,
-        inputs["attention_mask"].bool(),
-        pictured if parts.image_token_ids else None,
-        budget=cache.plan.budget,
+        cache.plan,
+        inputs["attention_mask"].bool().to(device),
+        pictured.to(device) if parts.image_token_ids else None,
         n_layers=L,
     )
     prompt.check_ends()
@@ -212,7 +210,7 @@ def _restored(
         if pairs.group_index is not None:
             pairs.weights = token_numbers(pairs.positions, pairs.group_index)
         with torch.no_grad():
-            layer.state = evict(pairs, cache.plan, prompt.to(device), prompt.lengths, 0, i)
+            layer.state = evict(pairs, cache.plan, prompt, prompt.lengths, 0, i)
         layer.state.sizes, layer.state.retained, layer.state.error = sizes, retained, error
         layer.seen, layer.is_initialized = T, True
     for i, window in _sliding_layers(cache).items():
@@ -224,7 +222,7 @@ def _restored(
         window.keys, window.values, window.cumulative_length = keys, values, T
     if tensors:
         raise ValueError(f"it holds {min(tensors)[:60]!r}, which no context of this model does")
-    cache.prompt, cache.phase, cache.sizes_learned = prompt.to(device), Decoding(), True
+    cache.prompt, cache.phase, cache.sizes_learned = prompt, Decoding(), True
     inputs = {name: x.to(device) for name, x in inputs.items()}
     cache.ids = inputs["input_ids"]
     return cache, inputs

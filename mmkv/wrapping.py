@@ -19,7 +19,7 @@ from mmkv import adapters, budgets, profiles
 from mmkv.attach import attention
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure
-from mmkv.cache import quantize, token_masks
+from mmkv.cache import quantize
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.sampling import SampledSizes
@@ -197,7 +197,7 @@ def planned(
             )
         fractions, budget = measured.fractions, measured.budget if budget is None else budget
     checked_budget = budgets.checked(chosen, budget)
-    if not token_masks.keeps_everything(chosen, checked_budget):
+    if not CacheConfig(chosen, checked_budget).keeps_everything:
         _check_spread(parts, chosen, sized=fractions is not None)
     if chosen.protect is not None and not parts.image_token_ids:
         raise ValueError(

@@ -15,10 +15,9 @@ import torch
 
 from mmkv.budgets import checked
 from mmkv.cache import selection
-from mmkv.cache.config import CacheConfig
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import group_rows
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.token_masks import TokenMasks, keeps_everything, kept_whole, total_kept
 from mmkv.calls import cache_in
 from mmkv.parts.slots import Ratio
 from mmkv.policy import Policy
@@ -148,12 +147,12 @@ def held(
     With `decode="ratio"` that is exact for layers of equal size; the mean of others can be higher,
     by less than `distance`.
     """
-    seen, decode = prompt + generated, policy.decode
-    if keeps_everything(policy, budget):
+    seen, decode, config = prompt + generated, policy.decode, CacheConfig(policy, budget)
+    if config.keeps_everything:
         return seen
 
     def kept(length: int) -> float:
-        return total_kept(policy, budget, n_layers, length) / n_layers
+        return config.total_kept(n_layers, length) / n_layers
 
     if isinstance(decode, Ratio):
         return max(kept(prompt) + min(generated, decode.distance), kept(seen))
@@ -164,7 +163,7 @@ def held(
     if decode.every or decode.name == "grow":
         return kept(prompt) + generated
     # Slots are filled up to the size.
-    return max(kept(prompt), min(kept_whole(policy, budget), seen))
+    return max(kept(prompt), min(config.kept_whole, seen))
 
 
 def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
@@ -172,14 +171,14 @@ def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
 
     Heads of different sizes share a block that is as long as its largest head (`group_rows`).
     """
-    heads = policy.heads
-    if not isinstance(heads, HeadsByWeight) or kept_whole(policy, budget) >= load.prompt:
+    heads, config = policy.heads, CacheConfig(policy, budget)
+    if not isinstance(heads, HeadsByWeight) or config.kept_whole >= load.prompt:
         return 0.0
     n_layers, H = len(heads.weights), len(heads.weights[0])
     valid = torch.ones(1, load.prompt, dtype=torch.bool)
-    prompt = TokenMasks.of(policy, valid, budget=budget, n_layers=n_layers)
+    prompt = TokenMasks.of(config, valid, n_layers=n_layers)
     scores, positions = torch.zeros(1, H, load.prompt), torch.arange(load.prompt).view(1, 1, -1)
-    (layer_sizes,) = selection.sizes_of_rows(CacheConfig(policy, budget), prompt, n_layers)
+    (layer_sizes,) = selection.sizes_of_rows(config, prompt, n_layers)
     kv, empty = PromptKV(scores, scores, positions, scores), 0
     for layer, size in zip(heads.layers, layer_sizes, strict=True):
         ranking = selection.ranked(policy, kv, prompt, [size], layer)

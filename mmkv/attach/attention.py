@@ -21,10 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mmkv.cache.config import TokenMasks
 from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.phases import Reading
 from mmkv.cache.selection import importance
-from mmkv.cache.token_masks import TokenMasks
 from mmkv.calls import without
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmkv.cache.config import TokenMasks
 from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
@@ -32,7 +33,6 @@ from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.prompt_kv import PromptKV, Tail
 from mmkv.cache.selection import head_sizes, sizes_of_rows
 from mmkv.cache.state import CacheState
-from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs
 from mmkv.parts.slots import plan as plan_slots
 
@@ -167,10 +167,9 @@ class CompressedCache(CacheState):
     def _marked(self, valid: Tensor, image: Tensor | None, earlier: Tensor | None) -> TokenMasks:
         """Return the masks of all tokens, the new ones included; arguments of `TokenMasks.of`."""
         return TokenMasks.of(
-            self.plan.policy,
+            self.plan,
             valid,
             image,
-            budget=self.plan.budget,
             n_layers=len(self.compressed),
             before=self.prompt,
             earlier=earlier,

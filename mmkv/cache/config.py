@@ -1,18 +1,23 @@
-"""The settings of a wrap, checked, and what they keep of a prompt's rows."""
+"""The settings of a wrap, checked, and the masks of the tokens that they always keep.
+
+Budgets are per row: a row of a left-padded batch is sized by its own length, so it keeps the same
+tokens in a batch as alone.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from mmkv.cache import sampling, token_masks
+from mmkv.cache import sampling
 from mmkv.cache.sampling import SampledSizes
-from mmkv.cache.token_masks import TokenMasks, total_kept
 from mmkv.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -61,13 +66,21 @@ class CacheConfig:
 
     @cached_property
     def keeps_everything(self) -> bool:
-        """Whether no token is ever evicted."""
-        return token_masks.keeps_everything(self.policy, self.budget)
+        """Whether no token is ever evicted. budget=1.0 is the full cache, in decoding too."""
+        return self.policy.keeps_all or (isinstance(self.budget, float) and self.budget >= 1.0)
 
     @cached_property
     def kept_whole(self) -> int:
-        """The largest number of tokens up to which a row loses none."""
-        return token_masks.kept_whole(self.policy, self.budget)
+        """The length up to which a row loses no token: `policy.least`, or a budget in tokens."""
+        return self.budget if isinstance(self.budget, int) else self.policy.least
+
+    def total_kept(self, n_layers: int, length: int) -> int:
+        """Return the budget over all layers, in tokens per head; a float is a fraction of a row.
+
+        More tokens are kept if the always-kept ones are more, or if `retention` needs more.
+        """
+        share = round(self.budget * n_layers * length) if isinstance(self.budget, float) else 0
+        return max(share, n_layers * min(self.kept_whole, length))
 
     def evicting(self, prompt: TokenMasks) -> list[bool]:
         """Return for each row whether it is long enough to lose a token."""
@@ -97,7 +110,7 @@ class CacheConfig:
     def fractions_of(self, length: int, n_layers: int) -> tuple[float, ...] | None:
         """Return the share of a row's tokens that each layer keeps; None if scores decide it."""
         if self.learned is not None and self.budget is not None:
-            per_token = total_kept(self.policy, self.budget, n_layers, length) / length
+            per_token = self.total_kept(n_layers, length) / length
             return tuple(share * per_token for share in self.learned)
         if self.fractions is None or not isinstance(self.budget, float):
             return self.fractions
@@ -116,9 +129,8 @@ class CacheConfig:
         """Return the tokens a head keeps of each row, mean over layers; None without a budget."""
         if self.budget is None:
             return None
-        kept = partial(total_kept, self.policy, self.budget, n_layers)
         rows = zip(prompt.lengths, prompt.floors, strict=True)
-        return [max(kept(n) / n_layers, floor) for n, floor in rows]
+        return [max(self.total_kept(n_layers, n) / n_layers, floor) for n, floor in rows]
 
     def raised(self, length: int, n_layers: int, total: int | None = None) -> bool:
         """Return whether `policy.least`, not the budget, decides a row's size.
@@ -144,7 +156,7 @@ class CacheConfig:
             required.append(f"latest {policy.decode.latest}")
         rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
         for row, (length, window, floor) in enumerate(rows):
-            total = total_kept(policy, budget, n_layers, length)
+            total = self.total_kept(n_layers, length)
             budget_left = total - n_layers * floor  # for tokens that compete
             fits = window == policy.window_size and budget_left >= 0
             if fits and (budget_left >= n_layers or floor in (0, length)):
@@ -170,3 +182,132 @@ class CacheConfig:
             self.logged.add("shortfalls")
             rest = f"; and {len(notes) - _MOST_NAMED} rows more" if len(notes) > _MOST_NAMED else ""
             logger.warning("%s%s", "; ".join(notes[:_MOST_NAMED]), rest)
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Masks of the T tokens seen so far and those of the next pass, and counts for each row.
+
+    Attributes:
+        valid: bool [B, T], False for padding.
+        image: bool [B, T], True for image tokens.
+        is_prompt: bool [B, T], True for tokens of a prompt, False for generated ones.
+        always_kept: bool [B, T], tokens that every layer keeps whatever their scores.
+        protected: bool [B, T], the part of `always_kept` that decoding may not drop either.
+        lengths: the number of valid tokens.
+        windows: the length of the observation window, whose tokens are all `always_kept`; less
+            than the policy's if a short row's budget is below the number of `always_kept` tokens.
+        floors: the number of `always_kept` tokens.
+        n_pinned: the number of protected tokens.
+        inner: padding behind a row's first token, such as that of a later turn.
+        granted: the share of the `always_kept` tokens that the budget has room for, in [0, 1].
+    """
+
+    valid: Tensor
+    image: Tensor
+    is_prompt: Tensor
+    always_kept: Tensor
+    protected: Tensor
+    lengths: list[int]
+    windows: list[int]
+    floors: list[int]
+    n_pinned: list[int]
+    inner: list[int]
+    granted: list[float]
+
+    @classmethod
+    def of(
+        cls,
+        plan: CacheConfig,
+        valid: Tensor,
+        image: Tensor | None = None,
+        *,
+        n_layers: int,
+        before: TokenMasks | None = None,
+        earlier: Tensor | None = None,
+    ) -> TokenMasks:
+        """Mark the tokens that are always kept: sinks, the observation window, protected text.
+
+        Args:
+            plan, n_layers: see `CacheConfig.total_kept`; without a budget `retention` decides.
+            valid: bool [B, q], the new tokens; q is 0 in a round of generated tokens, of which the
+                last `decode.latest` are always kept.
+            image: bool [B, q], or None without pictures.
+            before: the masks of the tokens up to the end of the last prompt.
+            earlier: bool [B, seen], valid earlier tokens, those generated since `before` included.
+        """
+        policy, budget, round_of_replies = plan.policy, plan.budget, valid.shape[1] == 0
+        image = torch.zeros_like(valid) if image is None else image
+        is_prompt = torch.ones_like(valid)
+        if before is not None and earlier is not None:
+            generated = earlier.shape[1] - before.valid.shape[1]
+            padding = valid.new_zeros(valid.shape[0], generated)
+            valid = torch.cat([earlier, valid], dim=1)
+            image = torch.cat([before.image, padding, image], dim=1)
+            is_prompt = torch.cat([before.is_prompt, padding, is_prompt], dim=1)
+        order, window = valid.cumsum(-1), policy.window_size
+        length = order[:, -1:]
+        protected = valid & (order <= policy.sinks)
+        if policy.protect is not None:
+            protected = protected | policy.protect.marks(valid, is_prompt, image)
+        always_kept = protected | (valid & (order > length - window))
+        before_first = (order == 0).sum(-1)
+        counts = torch.stack([length[:, 0], always_kept.sum(-1), protected.sum(-1), before_first])
+        lengths, floors, n_pinned, n_before = counts.tolist()
+        inner = [valid.shape[1] - n - m for n, m in zip(lengths, n_before, strict=True)]
+        totals = [plan.total_kept(n_layers, n) for n in lengths]
+        windows = [
+            window
+            if budget is None or total >= n_layers * floor
+            else min(window, max(1, total // (2 * n_layers)))  # at most half of the row's budget
+            for total, floor in zip(totals, floors, strict=True)
+        ]
+        if any(w < window for w in windows):
+            windows_column = torch.tensor(windows, device=valid.device)[:, None]
+            always_kept = protected | (valid & (order > length - windows_column))
+            floors = always_kept.sum(-1).tolist()
+        if round_of_replies:
+            always_kept = always_kept | (valid & (order > length - policy.decode.latest))
+            floors = always_kept.sum(-1).tolist()
+        granted = [
+            1.0 if budget is None or floor == 0 else min(1.0, total / (n_layers * floor))
+            for total, floor in zip(totals, floors, strict=True)
+        ]
+        masks = valid, image, is_prompt, always_kept, protected
+        return cls(*masks, lengths, windows, floors, n_pinned, inner, granted)
+
+    def rows(self, batch: Tensor) -> TokenMasks:
+        """Return the rows `batch`, which may repeat."""
+        fields: dict[str, Any] = {}
+        for name, x in vars(self).items():
+            is_mask = isinstance(x, Tensor)
+            fields[name] = x[batch.to(x.device)] if is_mask else [x[b] for b in batch.tolist()]
+        return TokenMasks(**fields)
+
+    def check_ends(self) -> None:
+        """Check that every row can be continued by generated tokens.
+
+        Raises:
+            ValueError: a row has only padding, or ends in padding.
+        """
+        if not all(self.lengths):
+            raise ValueError(
+                f"row {self.lengths.index(0)} of the batch is padding alone: it has no token"
+            )
+        if not bool(self.valid[:, -1].all()):
+            raise ValueError(
+                "a row of the batch ends in padding: pad on the left (processor.tokenizer."
+                "padding_side = 'left'), as generation needs"
+            )
+
+    def last_places(self, n: int) -> Tensor | None:
+        """Return the positions of each row's n last tokens, int64 [B, n]; None without gaps.
+
+        They are ascending, with -1 as filler before a row's first token.
+        """
+        if not any(self.inner):
+            return None
+        T = self.valid.shape[1]
+        positions = torch.arange(T, device=self.valid.device).expand_as(self.valid)
+        places = positions.masked_fill(~self.valid, -1).sort(dim=-1).values
+        return pad(places, (max(0, n - T), 0), value=-1)[:, -n:]

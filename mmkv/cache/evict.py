@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache import selection
-from mmkv.cache.config import CacheConfig
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, gathered
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
-from mmkv.cache.token_masks import TokenMasks
 from mmkv.parts import RowSizes
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
 from mmkv.parts.victims import HeavyHitterSlots

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache import selection
+from mmkv.cache.config import TokenMasks
 from mmkv.cache.padded_blocks import attend
-from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import LayerInputs, Rotary, reposition, rows_of
 from mmkv.merge.weights import ReferenceQueries
 from mmkv.parts.slots import send

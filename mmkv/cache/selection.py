@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.cache.token_masks import TokenMasks, total_kept
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.layer_inputs import LayerInputs, rows_of
 from mmkv.parts import SizeInputs
 from mmkv.parts.slots import send
@@ -23,7 +23,6 @@ from mmkv.policy import Policy, Score
 from mmkv.sizes.layers import fit
 
 if TYPE_CHECKING:
-    from mmkv.cache.config import CacheConfig
     from mmkv.cache.prompt_kv import PromptKV
 
 
@@ -243,7 +242,7 @@ def sizes_of_rows(
     policy, kept, totals = plan.policy, [[n] * n_layers for n in prompt.lengths], dict[int, int]()
     for row, evicts in enumerate(plan.evicting(prompt)):
         length, floor = prompt.lengths[row], prompt.floors[row]
-        total = max(total_kept(policy, plan.budget, n_layers, length), n_layers * floor)
+        total = max(plan.total_kept(n_layers, length), n_layers * floor)
         if evicts and total < n_layers * length:
             totals[row] = total
     lengths, floors = ([x[row] for row in totals] for x in (prompt.lengths, prompt.floors))

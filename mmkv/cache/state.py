@@ -10,13 +10,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from mmkv import adapters
-from mmkv.cache.config import CacheConfig
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.forward_pass import GraphInputs, NotCapturableError
 from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.token_masks import TokenMasks
 from mmkv.layer_inputs import rows_of
 from mmkv.report import CacheReport
 

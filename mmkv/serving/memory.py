@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mmkv.adapters import Adapter
-from mmkv.cache import token_masks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.padded_blocks import PaddedBlock
@@ -51,7 +50,7 @@ class Bounds:
         policy, budget = plan.policy, plan.budget
         if not plan.evict_chunks or budget is None or policy.protect is not None:
             return tokens
-        total = token_masks.total_kept(policy, budget, self.layers, tokens + new)
+        total = plan.total_kept(self.layers, tokens + new)
         kept = max(-(-total // self.layers), policy.window_size + policy.sinks)
         # A layer is as wide as its longest head, which may hold what all heads keep together.
         return kept * (1 if policy.heads.equal else self.heads) + self.chunk

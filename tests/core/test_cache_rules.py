@@ -3,10 +3,10 @@
 import torch
 
 import mmkv
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.forward_pass import ForwardPass
 from mmkv.cache.phases import Reading
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.token_masks import TokenMasks
 
 
 class TestMasks:
@@ -48,12 +48,12 @@ def test_chunks_of_a_prompt_count_by_their_tokens():
 
 def test_the_last_places_of_rows_with_gaps():
     rows = [[1, 1, 0, 1, 0, 1], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
-    policy = mmkv.get_policy("h2o")
+    plan = CacheConfig(mmkv.get_policy("h2o"), 0.5)
     valid = torch.tensor(rows, dtype=torch.bool)
-    prompt = TokenMasks.of(policy, valid, budget=0.5, n_layers=1)
+    prompt = TokenMasks.of(plan, valid, n_layers=1)
     places = [[i for i, there in enumerate(row) if there] for row in rows]
     for n in (1, 2, 3, 6, 8):
         wanted = [([-1] * n + row)[-n:] for row in places]
         assert prompt.last_places(n).tolist() == wanted
-    alike = TokenMasks.of(policy, valid[1:], budget=0.5, n_layers=1)
+    alike = TokenMasks.of(plan, valid[1:], n_layers=1)
     assert alike.last_places(2) is None

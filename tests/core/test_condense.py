@@ -10,9 +10,9 @@ import mmkv
 from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import ROWS, generate, prefilled
 from mmkv.cache import selection
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import _leaders
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.token_masks import TokenMasks
 from mmkv.scores.observers import Observers, observer_scores, output_gram
 
 
@@ -188,7 +188,8 @@ def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int
     policy = mmkv.get_policy("condense", newest=4)
     N = 100
     positions = torch.arange(N).view(1, 1, N)
-    prompt = TokenMasks.of(policy, torch.ones(1, N, dtype=torch.bool), budget=size, n_layers=1)
+    valid = torch.ones(1, N, dtype=torch.bool)
+    prompt = TokenMasks.of(CacheConfig(policy, size), valid, n_layers=1)
     must = int(prompt.always_kept.sum())
     scores = torch.linspace(1, 0, N).view(1, 1, N)
     kv = PromptKV(scores, scores, positions, scores)

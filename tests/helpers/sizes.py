@@ -4,9 +4,8 @@ from typing import Any
 
 import torch
 
-from mmkv.cache.config import CacheConfig
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.selection import sizes_of_rows
-from mmkv.cache.token_masks import TokenMasks
 
 
 def row_sizes(
