@@ -8,8 +8,8 @@ import torch
 
 from helpers.pretend_cuda import ELSEWHERE, install
 from helpers.pretending import DEVICE, Devices, OnDevice
-from mmkv.attach import capturing
-from mmkv.attach.capturing import capture, refusing_waits
+from mmkv.attach import graph
+from mmkv.attach.graph import capture, refusing_waits
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_capture_that_fails_leaves_nothing(cuda, step, error, said):
     assert x.cpu().tolist() == [1, 1, 1]
     # torch frees a graph's pool with the graph, but not one whose capture never ended.
     assert len(cuda.pools) == (step is stops)
-    assert capturing._failed == ([] if step is stops else cuda.graphs)
+    assert graph._failed == ([] if step is stops else cuda.graphs)
     replay, _ = capture(lambda: x.add_(1), DEVICE)
     replay()
     assert x.cpu().tolist() == [2, 2, 2]
@@ -69,7 +69,7 @@ def test_a_capture_that_fails_leaves_nothing(cuda, step, error, said):
 
 def test_a_capture_that_cannot_begin_leaves_nothing(cuda):
     with cuda.device(DEVICE):
-        busy = capturing._stream()
+        busy = graph._stream()
     cuda.capturing[busy] = "another's"
     with pytest.raises(RuntimeError, match="not permitted"):
         capture(lambda: None, DEVICE)

@@ -13,7 +13,7 @@ import mmkv
 from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
 from helpers.oracle import REPLAYED, ROWS, options_of, short
-from mmkv.attach.capturing import capture
+from mmkv.attach.graph import capture
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

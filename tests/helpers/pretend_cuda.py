@@ -12,7 +12,7 @@ import torch
 
 from helpers.pretending import Devices
 from helpers.recording import Recorder
-from mmkv.attach import capturing
+from mmkv.attach import graph
 
 ELSEWHERE = torch.device("meta")
 
@@ -23,7 +23,7 @@ class Stream:
 
 
 class Cuda:
-    """Stands in as `capturing.cuda` for tensors that are at `home`.
+    """Stands in as `graph.cuda` for tensors that are at `home`.
 
     Attributes:
         current, stream_now: the current device and stream.
@@ -129,7 +129,7 @@ class Graph:
 def install(monkeypatch, home):
     """Capture on the stand-in from now on."""
     cuda = Cuda(home)
-    monkeypatch.setattr(capturing, "cuda", cuda)
-    monkeypatch.setattr(capturing, "_streams", {})
-    monkeypatch.setattr(capturing, "_failed", [])
+    monkeypatch.setattr(graph, "cuda", cuda)
+    monkeypatch.setattr(graph, "_streams", {})
+    monkeypatch.setattr(graph, "_failed", [])
     return cuda
