@@ -25,7 +25,7 @@ from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import evict
-from mmkv.cache.phases import Decoding
+from mmkv.cache.forward_pass import Decoding
 from mmkv.cache.prompt_kv import PromptKV, token_numbers
 
 FORMAT, VERSION = "mmkv-context", 3

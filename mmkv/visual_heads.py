@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from mmkv import adapters
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.phases import Reading
+from mmkv.cache.forward_pass import Reading
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.calls import passing, unwrap_container
 from mmkv.forcing import greedy

@@ -22,8 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmkv.cache.config import TokenMasks
-from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
-from mmkv.cache.phases import Reading
+from mmkv.cache.forward_pass import AttentionCall, ForwardPass, Reading, current
 from mmkv.cache.selection import importance
 from mmkv.calls import without
 

@@ -14,8 +14,7 @@ from transformers import DynamicCache
 
 from mmkv.attach import attention, repetition
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.forward_pass import ForwardPass, current
-from mmkv.cache.phases import Reading
+from mmkv.cache.forward_pass import ForwardPass, Reading, current
 from mmkv.calls import cache_in, passing, without
 from mmkv.layer_inputs import Rotary
 from mmkv.policy import Policy

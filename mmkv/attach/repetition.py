@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mmkv.cache import selection
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.forward_pass import AttentionCall, ForwardPass, outside_inference_mode
-from mmkv.cache.phases import Reading
+from mmkv.cache.forward_pass import AttentionCall, ForwardPass, Reading, outside_inference_mode
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.calls import without
 from mmkv.policies.kvzip import Repetition

@@ -22,14 +22,15 @@ from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
     AttentionCall,
+    Decoding,
     ForwardPass,
+    Reading,
     between,
     current,
     outside_inference_mode,
     refuse_gradient,
 )
 from mmkv.cache.layer import CompressedLayer, KeptKV
-from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.prompt_kv import PromptKV, Tail
 from mmkv.cache.selection import head_sizes, sizes_of_rows
 from mmkv.cache.state import CacheState

@@ -11,10 +11,9 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from mmkv import adapters
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.forward_pass import GraphInputs, NotCapturableError
+from mmkv.cache.forward_pass import Decoding, GraphInputs, NotCapturableError, Reading
 from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
 from mmkv.cache.padded_blocks import PaddedBlock
-from mmkv.cache.phases import Decoding, Reading
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.layer_inputs import rows_of
 from mmkv.report import CacheReport

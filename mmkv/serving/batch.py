@@ -18,8 +18,7 @@ from transformers.cache_utils import Cache
 
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
-from mmkv.cache.phases import Decoding
+from mmkv.cache.forward_pass import AttentionCall, Decoding, ForwardPass, current
 from mmkv.calls import passing
 from mmkv.contexts import Context
 from mmkv.layer_inputs import rows_of

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.forward_pass import outside_inference_mode, refuse_gradient
+from mmkv.cache.forward_pass import Decoding, outside_inference_mode, refuse_gradient
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock
-from mmkv.cache.phases import Decoding
 from mmkv.contexts import Context
 from mmkv.parts.slots import plan as plan_slots
 from mmkv.parts.slots import send

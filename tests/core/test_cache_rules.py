@@ -4,8 +4,7 @@ import torch
 
 import mmkv
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.forward_pass import ForwardPass
-from mmkv.cache.phases import Reading
+from mmkv.cache.forward_pass import ForwardPass, Reading
 from mmkv.cache.prompt_kv import PromptKV
 
 

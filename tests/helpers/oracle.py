@@ -11,7 +11,7 @@ import torch
 import mmkv
 from helpers import masking
 from helpers.masking import recorded
-from mmkv.cache.phases import Reading
+from mmkv.cache.forward_pass import Reading
 from mmkv.policy import Policy
 
 NEW = 24
