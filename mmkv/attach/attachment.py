@@ -1,6 +1,7 @@
 """The changes that `wrap` makes to one model, and their undo.
 
-Hooks and overrides are partial functions bound to an `Attachment`, not closures, so that a wrapped
+Those of methods of `generate` make its cache, and refuse options that it does not support. Hooks
+and overrides are partial functions bound to an `Attachment`, not closures, so that a wrapped
 model can be pickled, and its deep copy is a separate wrapped model.
 """
 
@@ -8,24 +9,29 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmkv.adapters import Adapter
 from mmkv.attach import attention, copy_probe, graph, hooks
-from mmkv.attach.generation import (
-    prepare_cache,
-    prepare_config,
-    prepare_inputs,
-    prepare_positions,
-    refuse_batching,
-)
+from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.calls import unwrap_container
+from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks, unwrap_container
 
 _remembering = threading.Lock()
+# The position offset of text after pictures in the current call, int64 [B, 1]; None: not known.
+_rope_deltas: ContextVar[Tensor | None] = ContextVar("_rope_deltas", default=None)
+_rope_deltas_lock = threading.Lock()
+# Generation modes that transformers moved to code on the Hub, and the settings that choose them.
+_MOVED = {
+    "contrastive_search": ("penalty_alpha",),
+    "dola_generation": ("dola_layers",),
+    "group_beam_search": ("num_beam_groups",),
+    "constrained_beam_search": ("force_words_ids", "constraints"),
+}
 
 
 class Attachment:
@@ -160,3 +166,131 @@ def _restore(module: nn.Module, name: str, value: Any, was_set: bool, original: 
         attrs[name] = original
     else:
         del attrs[name]
+
+
+def prepare_cache(
+    attachment: Attachment,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Replace `_prepare_cache_for_generation`: make a compressed cache, or continue one."""
+    mode = kwargs.get("generation_mode", args[0] if args else "")
+    name = generation_config.cache_implementation
+    if name not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={name!r} asks for a cache of its own, but this model makes a "
+            "compressed one: drop it, or mmkv.unwrap(model) first"
+        )
+    if "assisted" in str(getattr(mode, "value", mode)):
+        raise ValueError(
+            "assisted decoding takes tokens back from the cache, which a compressed cache cannot: "
+            "generate without an assistant, or mmkv.unwrap(model) first"
+        )
+    cache = model_kwargs.get(CACHE)
+    if cache is not None:
+        hooks.check_cache(cache, attachment)
+        if generation_config.use_cache is False:
+            raise ValueError(
+                "use_cache=False behind a cache would read the new tokens alone: leave one of "
+                "them out"
+            )
+        cache._is_user_defined = True
+    elif generation_config.use_cache is False:
+        return
+    else:
+        cache = CompressedCache(attachment.parts.config, attachment.plan)
+        model_kwargs[CACHE] = cache
+    if generation_config.num_beams > 1:  # beam search does not call it, so the log would lack it
+        graph.pays(attachment.model, model_kwargs, generation_config)
+    cache.max_length = generation_config.max_length or 0
+    cache.rope_deltas = _rope_deltas.get()
+    if cache.rope_deltas is not None:  # one for each row, before rows are repeated for beams
+        rows = model_kwargs["position_ids"].shape[-2]
+        cache.rope_deltas = cache.rope_deltas.repeat_interleave(rows // len(cache.rope_deltas), 0)
+    until = None
+    if (size := getattr(generation_config, "prefill_chunk_size", None)) is not None:
+        if not reads_chunks(cache, has_pictures(model_kwargs)):
+            raise ValueError(
+                f"prefill_chunk_size={size}: transformers looks at pictures in chunks from 5.23, "
+                "and reads a later turn's chunks from 5.21 on: leave it out, or update transformers"
+            )
+        mask = model_kwargs.get("attention_mask")
+        until = generation_config._mask_length if mask is None else mask.shape[1]
+    cache.expect(until)
+
+
+def prepare_config(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
+    """Replace `_prepare_generation_config`: refuse what a compressed cache does not support."""
+    model: Any = attachment.model
+    prepared = type(model)._prepare_generation_config(model, *args, **kwargs)
+    # Modes that run code from the Hub, which may not handle a compressed cache.
+    mode = str(getattr(prepared[0].get_generation_mode(), "value", ""))
+    for name in _MOVED.get(mode, ()):
+        if (value := getattr(prepared[0], name, None)) is not None:
+            raise ValueError(
+                f"{name}={value!r} asks for {mode.replace('_', ' ')}, which transformers leaves to "
+                "code on the Hub: drop it (greedy, sampling and beams work), or "
+                "mmkv.unwrap(model) first"
+            )
+    _rope_deltas.set(None)
+    return prepared
+
+
+def prepare_positions(
+    attachment: Attachment, inputs: Tensor, model_kwargs: dict[str, Any]
+) -> Tensor:
+    """Replace `_prepare_position_ids_for_generation`: use the offsets of this call's cache.
+
+    Models with three axes of positions (Qwen2-VL) store the position offset after pictures of the
+    last call. Here each cache stores its own. If it has none (`mmkv.contexts`), the model computes
+    positions from all tokens and the grids of all pictures.
+
+    Raises:
+        ValueError: the cache cannot be continued, or it has seen all of the tokens.
+    """
+    model: Any = attachment.model
+    cache: Any = model_kwargs.get(CACHE)
+    if cache is not None:
+        hooks.check_cache(cache, attachment)
+    parts: list[Any] = [model, getattr(model, "model", None)]
+    owners = [x for x in parts if hasattr(x, "rope_deltas")]
+    prepare = type(model)._prepare_position_ids_for_generation
+    with _rope_deltas_lock:
+        for owner in owners:
+            owner.rope_deltas = None if cache is None else cache.rope_deltas
+        positions: Tensor = prepare(model, inputs, model_kwargs)
+        for owner in owners:
+            _rope_deltas.set(owner.rope_deltas)
+    if cache is not None and 0 < cache.get_seq_length() >= positions.shape[-1]:
+        raise ValueError(
+            f"the cache has seen {cache.get_seq_length()} tokens, and there are "
+            f"{positions.shape[-1]}: give all that it has seen, and at least one more"
+        )
+    ids = model_kwargs.get("input_ids", inputs)
+    if cache is not None and ids.ndim == 2 and ids.shape[1] == positions.shape[-1]:
+        cache.check_read(ids, model_kwargs.get("attention_mask"))
+    return positions
+
+
+def prepare_inputs(
+    attachment: Attachment, ids: Tensor, *args: Any, inputs_embeds: Any = None, **kwargs: Any
+) -> Any:
+    """Replace `prepare_inputs_for_generation`: record the mask and ids of the next call.
+
+    `generate` takes `inputs_embeds` only where it finds this name in the signature.
+    """
+    model: Any = attachment.model
+    kwargs["inputs_embeds"] = inputs_embeds
+    inputs = type(model).prepare_inputs_for_generation(model, ids, *args, **kwargs)
+    cache, tokens = cache_in(kwargs), inputs.get("input_ids")
+    if isinstance(cache, CompressedCache) and tokens is not None:
+        cache.remember(ids, cache.get_seq_length() + tokens.shape[1])
+    hooks.generated_mask.set(inputs.get("attention_mask"))
+    return inputs
+
+
+def refuse_batching(*args: Any, **kwargs: Any) -> None:
+    """Replace `generate_batch`: refuse it."""
+    raise ValueError("continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first")
