@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A part of the prompt of each row of the batch."""
-
-    tokens: Tensor  # int64 [B, S], indices among the tokens seen
-    present: Tensor  # bool [B, S], False after the end of a row
-    embeds: Tensor  # [B, R, hidden], the instruction followed by the piece
-    positions: Tensor  # [A, B, R], on A axes
-
-
 def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any]) -> None:
     """Store the inputs of this pass; if they complete the prompt, read all of its chunks again.
 
@@ -63,10 +53,10 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
         if cache.plan.policy.score.outputs:  # type: ignore[attr-defined]
             attachment.remember_inputs()
         try:
-            for piece in _pieces(decoder, cache, embeds, positions):
-                running.collector = _Repeater(cache, running, piece)
-                places = piece.positions if len(piece.positions) > 1 else piece.positions[0]
-                decoder.forward(**{**kwargs, "inputs_embeds": piece.embeds, "position_ids": places})
+            for tokens, present, piece, places in _pieces(decoder, cache, embeds, positions):
+                running.collector = _Repeater(cache, running, tokens, present)
+                places = places if len(places) > 1 else places[0]
+                decoder.forward(**{**kwargs, "inputs_embeds": piece, "position_ids": places})
         finally:
             running.collector = None
 
@@ -89,8 +79,13 @@ def _decoder_inputs(
 
 def _pieces(
     decoder: Any, cache: CompressedCache, embeds: Tensor, positions: Tensor
-) -> Iterator[Piece]:
-    """Cut the new tokens of each row into pieces, without padding, as if each row were alone."""
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Cut the new tokens of each row into pieces, without padding, as if each row were alone.
+
+    A piece has S tokens [B, S], indices among those seen; which of these are present, False after
+    the end of a row; and embeddings [B, R, hidden] and positions [A, B, R] of the instruction
+    followed by the piece.
+    """
     score: Any = cache.plan.policy.score
     assert isinstance(score, Repetition)
     assert cache.prompt is not None
@@ -107,7 +102,7 @@ def _pieces(
         # The first of four axes counts tokens, the other three are those of pictures.
         axes = [positions] if len(positions) < 4 else [positions[:1], positions[1:]]
         moved = [_moved(x, tokens, present, len(ids)) for x in axes]
-        yield Piece(tokens + first, present, torch.cat([instruction, piece], 1), torch.cat(moved))
+        yield tokens + first, present, torch.cat([instruction, piece], 1), torch.cat(moved)
 
 
 def _moved(positions: Tensor, tokens: Tensor, present: Tensor, n_instruction: int) -> Tensor:
@@ -128,7 +123,8 @@ class _Repeater:
 
     cache: CompressedCache
     running: ForwardPass
-    piece: Piece
+    tokens: Tensor  # of the piece, see `_pieces`
+    present: Tensor
     # [B, R, hidden], the input of this layer's attention, if `remember_inputs` records it.
     hidden: Tensor | None = None
 
@@ -137,7 +133,7 @@ class _Repeater:
         layer: Any = self.cache.layers[layer_idx]
         prompt_kv: PromptKV = layer.state
         (B, _, R, _), device, T = call.query.shape, call.query.device, layer.seen
-        present = self.piece.present.to(device)
+        present = self.present.to(device)
         instruction = present.new_ones(B, R - present.shape[1])
         valid = torch.cat([instruction, present], dim=1)
         positions = torch.arange(T, T + R, device=device).masked_fill(~valid, -1)[:, None]
@@ -150,7 +146,7 @@ class _Repeater:
         policy, prompt, device = self.cache.plan.policy, self.cache.prompt, call.query.device
         assert prompt is not None
         B, H, U, D = kv.keys.shape
-        tokens, present = self.piece.tokens.to(device), self.piece.present.to(device)
+        tokens, present = self.tokens.to(device), self.present.to(device)
         columns = tokens - prompt.valid.shape[1] + U  # new tokens are the last of every head
         # Every head has the sinks. Leave out those that are part of the piece itself.
         n = min(policy.sinks, U)
