@@ -14,7 +14,6 @@ in maintenance mode (github.com/huggingface/optimum-quanto, pull request 408).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -216,8 +215,10 @@ def _quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     codes = codes.masked_fill(is_constant, 0).to(torch.uint8).view(*x.shape)
     zero, scale = torch.where(is_constant, zero * scale, zero), scale.masked_fill(is_constant, 1.0)
     if bits == 4:
+        from hqq.core.quantize import Quantizer  # takes seconds the first time
+
         halves = codes.unflatten(-1, (2, D // 2)).movedim(-2, 0)
-        codes = _hqq().pack["4bit_u8"](halves)[0]
+        codes = Quantizer.pack["4bit_u8"](halves)[0]
     shape = (*x.shape[:-1], D // width)
     return codes, scale.to(_PARAMETERS).view(shape), zero.to(_PARAMETERS).view(shape)
 
@@ -253,11 +254,3 @@ def mixed(weights: Tensor, values: Stored) -> Tensor:
     if isinstance(values, QuantizedKV):
         return values.mixed(weights.to(values.exact)).to(values.dtype)
     return weights.to(values.dtype) @ values
-
-
-@cache
-def _hqq() -> Any:
-    """Import hqq's quantiser when it is first used, as that takes seconds."""
-    from hqq.core.quantize import Quantizer
-
-    return Quantizer
