@@ -3,6 +3,7 @@ earlier turns followed by a new turn."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,6 @@ from mmkv.cache import selection
 from mmkv.cache.config import TokenMasks
 from mmkv.cache.padded_blocks import attend
 from mmkv.layer_inputs import LayerInputs, Rotary, reposition, rows_of
-from mmkv.merge.weights import ReferenceQueries
 from mmkv.parts.slots import send
 from mmkv.policy import Policy
 from mmkv.scores.observers import tile
@@ -48,6 +48,68 @@ class Tail:
         mask = None if self.mask is None else self.mask[:, :, -w:, -n:]
         rotary = None if self.rotary is None else self.rotary.last(w)
         return Tail(self.query[:, :, -w:], mask, rotary)
+
+
+@dataclass(frozen=True)
+class ReferenceQueries:
+    """Queries of a prompt, rotated to the position after it."""
+
+    query: Tensor  # float32 [B, Hq, S, D], times the layer's scale
+    present: Tensor  # bool [B, S], False for fillers
+    softcap: float | None  # bound of the logits
+
+    @classmethod
+    def of(cls, layer: LayerInputs, number: int, remembered: int | None) -> ReferenceQueries | None:
+        """Choose `number` (S) of a layer's queries, evenly spread up to the last; None if none.
+
+        Only the last `remembered` queries (None: all) are used, which are kept however a prompt is
+        read. Padding is left out, so a padded row has the queries that it has alone.
+        """
+        query, valid, rotary = layer.query, layer.valid[:, -layer.query.shape[2] :], layer.rotary
+        n_known = valid.shape[1] if remembered is None else min(remembered, valid.shape[1])
+        if number * n_known == 0:
+            return None
+        valid = valid[:, -n_known:]
+        count = valid.sum(-1, keepdim=True)
+        step = torch.arange(min(number, n_known), device=valid.device)
+        index = count - 1 - step * (-(-count // number)).clamp(min=1)
+        order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
+        at = order.gather(1, index.clamp(min=0)) + query.shape[2] - n_known
+        query = query.gather(2, at[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
+        if rotary is not None:
+            query = rotary.of_tokens(at).moved(query, rotary.ahead(1))
+        scale = query.shape[-1] ** -0.5 if layer.scale is None else layer.scale
+        present = index >= 0
+        query = (query.float() * scale).masked_fill(~present[:, None, :, None], 0.0)
+        return cls(query, present, layer.softcap)
+
+    def mass(self, keys: Tensor, bias: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention of tokens, and that of mean keys with a weight of 1 each.
+
+        Keys are [B, H, U, D], means [B, H, M, D]; bias [B, H, U] is -inf for no token.
+
+        Returns:
+            float32 [B, H, U] and [B, H, M], sums over queries and the query heads of a group.
+        """
+        B, H, U, _ = keys.shape
+        keys, means, absent = keys.float(), means.float(), (bias == -math.inf)[:, :, None]
+        token_attention = torch.zeros(B, H, U, device=keys.device)
+        mean_attention = torch.zeros(B, H, means.shape[2], device=keys.device)
+        n_queries = max(1, tile(keys.device) // (self.query.shape[1] * B * U))
+        grouped = self.query.unflatten(1, (H, -1))
+        parts = zip(grouped.split(n_queries, dim=3), self.present.split(n_queries, 1), strict=True)
+        for query, present in parts:
+            rows = query.flatten(2, 3)
+            mask = present[:, None, None].expand(-1, 1, query.shape[2], -1).flatten(2)[..., None]
+            logits, of_means = rows @ keys.mT, rows @ means.mT
+            if (cap := self.softcap) is not None:
+                logits, of_means = (cap * torch.tanh(x / cap) for x in (logits, of_means))
+            # Padding may hold any values, NaN included.
+            logits = (logits + bias[:, :, None]).masked_fill_(absent, -math.inf)
+            total = logits.logsumexp(-1, keepdim=True)
+            token_attention += (logits - total).exp().mul(mask).sum(2)
+            mean_attention += (of_means - total).exp().mul(mask).sum(2)
+        return token_attention, mean_attention
 
 
 @dataclass

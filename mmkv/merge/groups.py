@@ -1,32 +1,43 @@
 """Merging of a layer's tokens into groups, besides the best tokens, which are kept exactly.
 
 A group is one pair, the mean key and the mean value of its `m` tokens, with a weight `w` of about
-`m`, see `mmkv.merge.weights`. Attention adds `log w` to that slot's logit, `softmax(scale * q . k +
-log w)`, so a group of equal pairs counts exactly as its tokens did, and no token leaves the
-softmax. A group has the position of its best-scored token, its leader. Shape letters are those of
-`mmkv.scores`.
+`m`. Attention adds `log w` to that slot's logit, `softmax(scale * q . k + log w)`, so a group of
+equal pairs counts exactly as its tokens did, and no token leaves the softmax. A group has the
+position of its best-scored token, its leader.
+
+With weight m, a mean key gets less attention than its m tokens did, as a mean of exponentials is
+above the exponential of the mean. So the weight is fitted to some queries of the prompt, rotated to
+the position after it: `sum_i p_i / sum_i (exp(l_i) / Z_i)`, with `p_i` the attention of query `i`
+to the group's tokens, `l_i` its logit on their mean key, and `Z_i` the denominator of its softmax
+over all tokens. A group of m equal keys has the weight m. Shape letters are those of `mmkv.scores`;
+M is the number of slots of a head.
 
 Related: merging (KeepKV, arXiv 2504.09936; LOOK-M, arXiv 2406.18139), the log-count bias (ToMe's
-proportional attention, arXiv 2210.09461).
+proportional attention, arXiv 2210.09461), one fitted bias per kept key (Attention Matching,
+arXiv 2602.16284).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding_bag, pad
 
-from mmkv.merge.weights import log_weights, means, sums
 from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
 from mmkv.scores.observers import largest, rows, spans, tile
 
 if TYPE_CHECKING:
-    from mmkv.cache.prompt_kv import PromptKV
+    from mmkv.cache.prompt_kv import PromptKV, ReferenceQueries
     from mmkv.cache.selection import Kept, Ranking
     from mmkv.policy import Policy
+
+
+# A fitted weight differs from the number of tokens by at most this factor, as a logarithm.
+_BOUND = math.log(4)
 
 
 @register_part("groups")
@@ -268,3 +279,78 @@ def _without_empty(label: Tensor, ranked: Tensor, number: Tensor, K: int) -> Ten
     leaves = may_leave.gather(-1, order)
     leaves &= leaves.cumsum(-1) <= missing[..., None]
     return label.masked_fill(torch.zeros_like(may_leave).scatter_(-1, order, leaves), K)
+
+
+def sums(x: Tensor, slot: Tensor, slots: int) -> Tensor:
+    """Sum x [B, H, N, ...] over the tokens of each slot: [B, H, M, ...].
+
+    `slot` is int64 [B, H, N], M (the number `slots`) for tokens that are in none.
+    """
+    total = x.new_zeros(*x.shape[:2], slots + 1, *x.shape[3:])
+    index = slot if x.ndim == 3 else slot[..., None].expand_as(x)
+    return total.scatter_add_(2, index, x)[:, :, :slots]
+
+
+def means(pairs: tuple[Tensor, Tensor], slot: Tensor, weight: Tensor, slots: int) -> list[Tensor]:
+    """Return the weighted means of keys and values [B, H, N, D] by slot: [B, H, M, D], same dtypes.
+
+    `slot` is int64 [B, H, N], M (the number `slots`) for tokens that are in none; `weight` is
+    float32 [B, H, N], 0 for no token. Without slots the first token is returned as filler.
+    """
+    if not slots:
+        return [x[:, :, :1] for x in pairs]
+    B, H, N, _ = pairs[0].shape
+    size = sums(weight, slot, slots).clamp(min=1)[..., None]
+    # Tokens sorted by slot, a bag for each; padding, which may hold any values, is in the last.
+    sorted_slots, order = slot.masked_fill(weight <= 0, slots).sort(dim=-1, stable=True)
+    slot_numbers = torch.arange(slots + 1, device=slot.device).expand(B, H, -1).contiguous()
+    row = torch.arange(B * H, device=slot.device).view(B, H, 1)
+    starts = (row * N + torch.searchsorted(sorted_slots, slot_numbers)).flatten()
+    weight = weight.gather(-1, order).flatten()
+    slot_means = list[Tensor]()
+    for x in pairs:
+        if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
+            flat = x.transpose(1, 2).reshape(-1, x.shape[-1])
+            token = (row // H * N + order) * H + row % H
+        else:
+            flat, token = x.reshape(-1, x.shape[-1]), row * N + order
+        total = embedding_bag(
+            token.flatten(), flat.float(), starts, mode="sum", per_sample_weights=weight
+        )
+        slot_means.append((total.view(B, H, slots + 1, -1)[:, :, :-1] / size).to(x.dtype))
+    return slot_means
+
+
+def log_weights(
+    slot: Tensor,
+    slots: int,
+    present: Tensor,
+    keys: Tensor,
+    bias: Tensor | None,
+    means: Tensor,
+    queries: ReferenceQueries | None,
+) -> Tensor:
+    """Return the bias that attention adds to each slot's logit: float32 [B, H, M], 0 if empty.
+
+    It is the logarithm of the group's weight, fitted or the sum of its tokens' weights. A token
+    that is alone in its slot keeps its bias.
+
+    Args:
+        slot: int64 [B, H, U], each token's slot; M (the number `slots`) for none.
+        present: bool [B, H, U], False for no token.
+        keys: [B, H, U, D], the tokens' keys.
+        bias: float32 [B, H, U], added to the tokens' logits so far; None: 0.
+        means: [B, H, M, D], the slots' keys.
+        queries: the queries to which weights are fitted; None: tokens' weights are summed.
+    """
+    bias = torch.zeros(present.shape, device=keys.device) if bias is None else bias
+    bias = bias.masked_fill(~present, -math.inf)
+    summed = sums(bias.exp(), slot, slots)
+    log_weight = log_sum = summed.log()
+    if queries is not None and slots:
+        attention, of_means = queries.mass(keys, bias, means)
+        of_groups, tiny = sums(attention, slot, slots), torch.finfo(torch.float32).tiny
+        is_group = sums(present.float(), slot, slots) > 1
+        fitted = (of_groups.log() - of_means.log()).clamp(log_sum - _BOUND, log_sum + _BOUND)
+        log_weight = torch.where(is_group & (of_groups > tiny) & (of_means > tiny), fitted, log_sum)
+    return log_weight.masked_fill(summed == 0, 0.0)

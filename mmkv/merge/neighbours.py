@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmkv.merge.weights import means
+from mmkv.merge.groups import means
 from mmkv.parts import Merge, register_part
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 import mmkv
 from helpers.models import make_inputs, random
+from mmkv.cache import prompt_kv
+from mmkv.cache.prompt_kv import ReferenceQueries
 from mmkv.layer_inputs import LayerInputs
-from mmkv.merge import weights
-from mmkv.merge.weights import ReferenceQueries, log_weights
+from mmkv.merge.groups import log_weights
 
 B, H, G, U, D, M = 2, 2, 3, 14, 4, 5
 
@@ -20,7 +21,7 @@ B, H, G, U, D, M = 2, 2, 3, 14, 4, 5
 @pytest.mark.parametrize("together", [2**20, 1])
 def test_weights_equal_the_loop(softcap, together, monkeypatch):
     """Slot 0 is empty, slot 1 one token, and some tokens are none and hold anything."""
-    monkeypatch.setattr(weights, "tile", lambda device: together)
+    monkeypatch.setattr(prompt_kv, "tile", lambda device: together)
     keys, query = random(B, H, U, D), random(B, H * G, 6, D, seed=1)
     slot = torch.randint(2, M, (B, H, U), generator=torch.Generator().manual_seed(2))
     slot[..., 3] = 1
