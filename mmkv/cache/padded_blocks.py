@@ -67,7 +67,12 @@ class PaddedBlock:
 
     def __post_init__(self) -> None:
         """Make an index of the row numbers."""
-        self.rows = _row_index(self.row_numbers, self.positions.device)
+        numbers, device = self.row_numbers, self.positions.device
+        distances = set(np.diff(numbers).tolist()) or {1}
+        if len(distances) == 1:
+            self.rows = slice(int(numbers[0]), int(numbers[-1]) + 1, distances.pop())
+        else:
+            self.rows = torch.from_numpy(numbers).to(device, non_blocking=True)
 
     def freeze(self, steps: int) -> None:
         """Allocate for up to `steps` steps of fixed shape, whose changes stay on the device.
@@ -315,14 +320,6 @@ class PaddedBlock:
             self.log_weights = grown(self.log_weights, 0)
         if self.bias is not None:
             self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
-
-
-def _row_index(rows: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Return ascending row numbers as a slice if they are evenly spaced, else as an index."""
-    distances = set(np.diff(rows).tolist()) or {1}
-    if len(distances) == 1:
-        return slice(int(rows[0]), int(rows[-1]) + 1, distances.pop())
-    return torch.from_numpy(rows).to(device, non_blocking=True)
 
 
 def gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
