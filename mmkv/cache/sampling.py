@@ -44,20 +44,24 @@ class SampledSizes:
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
-        # By task, each layer's share of the tokens that a request keeps.
-        self.seen: dict[str, list[tuple[float, ...]]] = {}
+        self._seen: dict[str, list[tuple[float, ...]]] = {}
 
     def add(self, name: str, sizes: Sequence[int]) -> None:
         """Add the sizes [L] of one request; those after the first `samples` do not count."""
         with _lock:
-            shares = self.seen.setdefault(name, [])
+            shares = self._seen.setdefault(name, [])
             if len(shares) < self.samples:
                 shares.append(tuple(n / sum(sizes) for n in sizes))
+
+    def known(self, name: str) -> int:
+        """Return the number of a task's requests that were learned from."""
+        with _lock:
+            return len(self._seen.get(name, ()))
 
     def shares(self, name: str) -> tuple[float, ...] | None:
         """Return each layer's share of the total, a mean over requests; None before all samples."""
         with _lock:
-            shares = self.seen.get(name, ())
+            shares = self._seen.get(name, ())
             if len(shares) < self.samples:
                 return None
             return tuple(math.fsum(layer) / len(shares) for layer in zip(*shares, strict=True))

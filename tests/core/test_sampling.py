@@ -124,7 +124,7 @@ def test_beams_and_repeated_rows_are_one_request(more):
     model = make_model("llama")
     with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
         model.generate(**make_inputs("llama", (80,)), max_new_tokens=3, **more)
-        assert len(model._mmkv.plan.sampling.seen[""]) == 1
+        assert model._mmkv.plan.sampling.known("") == 1
 
 
 def test_contexts_learn_and_keep_what_they_began_with(tmp_path):
@@ -137,7 +137,7 @@ def test_contexts_learn_and_keep_what_they_began_with(tmp_path):
         context.append(question)
         context.save(path)
         mmkv.load_context(path, model).append(question)
-        assert len(sampling.seen[""]) == 1
+        assert sampling.known("") == 1
         mmkv.read(model, prompt(1))
         context = mmkv.read(model, prompt(2))
         context.save(path)
@@ -190,13 +190,13 @@ def test_many_threads_learn_from_no_more_than_asked_for():
             return n
 
     sampling = SampledSizes(1)
-    sampling.seen[""] = Slow()
+    sampling._seen[""] = Slow()
     threads = [threading.Thread(target=sampling.add, args=("", (1, 3))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert list(sampling.seen[""]) == [(0.25, 0.75)]
+    assert list(sampling._seen[""]) == [(0.25, 0.75)]
 
 
 def test_copies_of_a_model_go_on_learning():
@@ -204,10 +204,10 @@ def test_copies_of_a_model_go_on_learning():
     with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
         sizes_of(model, prompt(0))
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            assert len(twin._mmkv.plan.sampling.seen[""]) == 1
+            assert twin._mmkv.plan.sampling.known("") == 1
             sizes_of(twin, prompt(1))
     with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
-        assert not model._mmkv.plan.sampling.seen, "a new wrap begins anew"
+        assert model._mmkv.plan.sampling.known("") == 0, "a new wrap begins anew"
 
 
 @pytest.mark.parametrize(("requests", "n"), [(200, 20), (31, 4)])

@@ -240,7 +240,7 @@ def test_another_policy_or_budget_or_task_reads_for_itself(models):
         assert shares(engine, prefix) == (True, knows[1])
         with mmkv.task("captions"):
             assert not shares(engine, prefix)[0]
-        assert len(attachment_of(model).plan.sampling.seen["captions"]) == 1
+        assert attachment_of(model).plan.sampling.known("captions") == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
