@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -47,7 +48,11 @@ def evict(
     if merge is None:
         kept = ranking.kept(prompt_kv)
     else:
-        with torch.autocast(prompt_kv.keys.device.type, enabled=False):
+        # Autocast would round float32 products to 16 bits.
+        device, no_autocast = prompt_kv.keys.device, nullcontext()
+        if torch.is_autocast_enabled(device.type):
+            no_autocast = torch.autocast(device.type, enabled=False)
+        with no_autocast:
             kept = merge(prompt_kv, ranking)
     reduction = "" if prompt_kv.scores is None else policy.score.turn_reduction
     scored = plan.evicting(prompt) if reduction == "max" else []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -107,7 +108,10 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
         return score(inputs)
 
     # Autocast would round float32 products to 16 bits.
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+    no_autocast = nullcontext()
+    if torch.is_autocast_enabled(device.type):
+        no_autocast = torch.autocast(device.type, enabled=False)
+    with torch.no_grad(), no_autocast:
         if len(set(windows)) == 1:
             scores = of_rows(windows[0], layer)
         else:

@@ -17,6 +17,7 @@ from mmkv.parts import Score, register_part
 from mmkv.scores import values
 from mmkv.scores.attention import (
     Value,
+    autocast_off,
     check_decoding,
     checked,
     scale_of,
@@ -119,7 +120,7 @@ def accumulated_attention(
     scores = torch.zeros(B, H, N, dtype=torch.float32, device=key.device)
     future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
     grouped = query.unflatten(1, (H, G))
-    with torch.autocast(key.device.type, enabled=False):
+    with autocast_off(key):
         for row, head in itertools.product(range(0, B, n_rows), range(0, H, n_heads)):
             part = slice(row, row + n_rows), slice(head, head + n_heads)
             part_scores = scores[part]

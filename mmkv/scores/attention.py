@@ -6,6 +6,7 @@ float32 inside `torch.autocast` too, which is turned off here. Shape letters as 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -34,6 +35,13 @@ def check_decoding(policy: Policy, **options: Any) -> None:
             )
 
 
+def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which autocast does not round products of float32 to 16 bits."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
+
+
 def window_rows(
     query: Tensor,
     key: Tensor,
@@ -54,7 +62,7 @@ def window_rows(
     if valid is not None:
         # Keys and queries alike: padding may hold any values, NaN included.
         allowed = allowed & valid[:, None, None, None] & valid[:, None, None, -window:, None]
-    with torch.autocast(key.device.type, enabled=False):
+    with autocast_off(key):
         rows = query[:, :, -window:].float() * scale_of(D, scale, softcap)
         logits = (rows.reshape(B, H, -1, D) @ key.float().mT).view(B, H, -1, window, N)
         if softcap is not None:

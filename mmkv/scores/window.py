@@ -17,6 +17,7 @@ from mmkv.scores import values
 from mmkv.scores.attention import (
     Pooling,
     Value,
+    autocast_off,
     check_decoding,
     checked,
     pooled,
@@ -175,7 +176,7 @@ def window_attention(
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "valid": valid}
     last = query[:, :, -window:]
     attention = window_rows(last, key, window, mask=mask, bias=bias, **options)
-    with torch.autocast(key.device.type, enabled=False):
+    with autocast_off(key):
         scores = (per_query @ attention[..., : N - window]).view(B, H, -1, N - window)
     scores = pooled(scores, kernel_size, pooling)
     return scores if valid is None else scores.masked_fill(~valid[:, None, : N - window], 0.0)
