@@ -191,8 +191,8 @@ def _restored(
     (B, T), L = pictured.shape, len(cache.compressed)
     prompt = TokenMasks.of(
         cache.plan,
-        inputs["attention_mask"].bool().to(device),
-        pictured.to(device) if parts.image_token_ids else None,
+        inputs["attention_mask"].bool(),
+        pictured if parts.image_token_ids else None,
         n_layers=L,
     )
     prompt.check_ends()
@@ -222,7 +222,8 @@ def _restored(
         window.keys, window.values, window.cumulative_length = keys, values, T
     if tensors:
         raise ValueError(f"it holds {min(tensors)[:60]!r}, which no context of this model does")
-    cache.prompt, cache.phase, cache.sizes_learned = prompt, Decoding(), True
+    masks = {name: x.to(device) for name, x in vars(prompt).items() if isinstance(x, Tensor)}
+    cache.prompt, cache.phase, cache.sizes_learned = replace(prompt, **masks), Decoding(), True
     inputs = {name: x.to(device) for name, x in inputs.items()}
     cache.ids = inputs["input_ids"]
     return cache, inputs
