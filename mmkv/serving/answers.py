@@ -95,6 +95,10 @@ class ChatAnswer:
         return {"content": tokens, "refusal": None}
 
 
+# What a completion's log probabilities list for each token.
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
 class CompletionAnswer(ChatAnswer):
     """The answer to a completion request: texts that continue prompts."""
 
@@ -117,7 +121,8 @@ class CompletionAnswer(ChatAnswer):
 
     def _choice(self, pieces: Sequence[Piece]) -> Piece:
         parts = [x["logprobs"] for x in pieces if x["logprobs"]]
-        logprobs = {k: [v for x in parts for v in x[k]] for k in parts[0]} if parts else None
+        logprobs = {k: [v for x in parts for v in x[k]] for k in _LISTS}
+        logprobs = logprobs if self._with_logprobs else None
         return {"text": "".join(x["text"] for x in pieces), "logprobs": logprobs}
 
     def _logprobs(self, i: int, chosen: Sequence[TokenLogprobs]) -> Piece | None:

@@ -183,6 +183,10 @@ class TestChoices:
             (choice,) = client.chat.completions.create(**HELLO, logprobs=asked).choices
             assert (choice.message.content, choice.finish_reason) == ("", "stop")
             assert (choice.logprobs and choice.logprobs.content) == wanted
+        for asked, wanted in ((0, []), (None, None)):
+            answer = client.completions.create(**COMPLETE, logprobs=asked)
+            (choice,) = answer.choices
+            assert (choice.logprobs and choice.logprobs.tokens) == wanted
 
     def test_variables_of_the_template(self, client, engine):
         more = {"chat_template_kwargs": {"enable_thinking": False}}
