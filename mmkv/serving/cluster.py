@@ -18,12 +18,12 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayError, TaskCancelledError
 from ray.serve.request_router import RequestRouter
 
 from .engine import make_engine
 from .errors import RequestError
-from .reply import Event, Sampling, Usage
+from .reply import Busy, Closed, Event, Refused, Sampling, Usage
 
 _log = logging.getLogger(__name__)
 _NAME = "mmkv"
@@ -39,19 +39,35 @@ class _Replica:
 
     async def reply(self, key: str, arguments: dict[str, Any]) -> AsyncGenerator[tuple[str, Any]]:
         """Yield the events of a reply, and last how it ended; `key` is for the router alone."""
-        reply = await asyncio.to_thread(self._engine.submit, **arguments)
         try:
-            async for event in reply:
-                yield "event", (event, reply.usage)
-        finally:
-            reply.cancel()
+            reply = await asyncio.to_thread(self._engine.submit, **arguments)
+            try:
+                async for event in reply:
+                    yield "event", (event, reply.usage)
+            finally:
+                reply.cancel()
+        except Exception as error:
+            yield "error", _portable(error)
+            return
         stats = self._engine.stats()
         sums = {name: getattr(stats, name) or 0 for name in _SUMMED}
         yield "end", (reply.finish_reason, reply.usage, self._name, sums)
 
-    async def tokenize(self, key: str, arguments: dict[str, Any]) -> list[int]:
-        """Return the tokens of messages or a prompt."""
-        return await asyncio.to_thread(self._engine.tokenize, **arguments)
+    async def tokenize(self, key: str, arguments: dict[str, Any]) -> list[int] | Exception:
+        """Return the tokens, or the error."""
+        try:
+            return await asyncio.to_thread(self._engine.tokenize, **arguments)
+        except Exception as error:
+            return _portable(error)
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error that the server's process can unpickle, of a class that it knows."""
+    if isinstance(error, Refused | Busy | Closed):
+        return error.with_traceback(None)
+    if isinstance(error, ValueError):
+        return Refused(str(error))
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class _Reply:
@@ -86,8 +102,6 @@ class _Reply:
                     if self.cancelled:
                         return
                     raise  # of the reading task, not of the reply
-                except RayTaskError as error:  # of the engine
-                    raise error.cause from None
                 except RayError as error:
                     if self._replicas.closed:
                         return
@@ -125,9 +139,11 @@ class _Reply:
                 elif event.token != self._tokens[n_read]:
                     raise _lost()
                 n_read += 1
-            else:
+            elif kind == "end":
                 self.finish_reason, self.usage, name, sums = content
                 self._replicas.note(name, sums, self.usage)
+            else:
+                raise content
 
 
 def _lost() -> RequestError:
@@ -194,10 +210,10 @@ class Replicas:
 
     def tokenize(self, **arguments: Any) -> list[int]:
         """Return tokens as `Engine.tokenize` does, by any replica."""
-        try:
-            return self._handle.tokenize.remote("", arguments).result()
-        except RayTaskError as error:
-            raise error.cause from None
+        tokens = self._handle.tokenize.remote("", arguments).result()
+        if isinstance(tokens, Exception):
+            raise tokens
+        return tokens
 
     def ask(self, key: str, arguments: dict[str, Any]) -> Any:
         """Return the answers of the replica with this prefix, or of a less busy one."""
