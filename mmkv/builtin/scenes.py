@@ -115,6 +115,8 @@ def of_split(
     """Make scenes of `count` (else 2 to 6) objects; return the first one of the split."""
     if count is not None and not 1 <= count <= len(PLACES):
         raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
+    if split not in ("train", "heldout"):
+        raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
     while True:
         scene = make(count if count is not None else rng.randint(2, 6))
         if belongs(";".join(f"{x.phrase} {x.place}" for x in scene.objects), split):

@@ -81,6 +81,8 @@ def make_lookup(seed: int, tokens: int, records: int | None = None) -> Lookup:
     if tokens < 32:
         raise ValueError(f"tokens must be at least 32, got {tokens}")
     n_records = max(2, tokens // 16) if records is None else records
+    if not 1 <= n_records <= len(KEYS):
+        raise ValueError(f"records must be 1 to {len(KEYS)}, got {n_records}")
     rng = random.Random(f"text:heldout:{seed}:{tokens}:{records}")
     pairs: tuple[tuple[str, str], ...] = ()
     while not (pairs and belongs(repr(pairs), "heldout")):
