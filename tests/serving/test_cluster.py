@@ -101,6 +101,13 @@ def test_fewer_at_the_most_than_at_the_least():
         cluster.Replicas({}, replicas=2, max_replicas=1)
 
 
+class UnpicklableError(Exception):
+    """An error that pickle cannot make again."""
+
+    def __init__(self, one, two):
+        super().__init__("why")
+
+
 class WrittenReplicas:
     """Each asking gives the next of these: answers, an error to raise, or None to wait for ever."""
 
@@ -199,11 +206,15 @@ class TestReply:
 
     @pytest.mark.parametrize(
         "error",
-        [Refused("why", "a code"), Busy("why"), Closed("why"), ValueError("why"), OSError("why")],
+        [
+            *(Refused("why", "a code"), Busy("why"), Closed("why")),
+            *(ValueError("why"), OSError("why"), TimeoutError("why"), UnpicklableError(1, 2)),
+        ],
     )
     def test_of_one_that_does_not_reply(self, error):
         sent = pickle.loads(pickle.dumps(cluster._portable(error)))
-        kind = {ValueError: Refused, OSError: RuntimeError}.get(type(error), type(error))
+        known = isinstance(error, Refused | Busy | Closed)
+        kind = type(error) if known else Refused if type(error) is ValueError else RuntimeError
         with pytest.raises(kind, match="why") as caught:
             self.read(WrittenReplicas([("error", sent)]))
         assert getattr(caught.value, "code", None) == getattr(error, "code", None)
