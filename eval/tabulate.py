@@ -326,11 +326,12 @@ class Comparison:
     def __init__(self, folders: Sequence[Path]) -> None:
         runs: dict[str, list[Path]] = {}
         for folder in folders:
-            files = sorted(folder.rglob("run.json"))
-            if not files:
+            paths = [path.parent for path in sorted(folder.rglob("run.json"))]
+            found = [(path, store.read_settings(path)) for path in paths]
+            if not (found := [(path, run) for path, run in found if not store.of_check(run)]):
                 raise RunError(f"{folder}: no run here")
-            for run in (path.parent for path in files):
-                runs.setdefault(store.digest(store.read_settings(run)["settings"]), []).append(run)
+            for path, run in found:
+                runs.setdefault(store.digest(run["settings"]), []).append(path)
         # Folders with the same settings hold parts of one run: their rows are merged.
         self.reports = [Report(*paths) for paths in runs.values()]
         parts = [_points(report, hidden) for report in self.reports for hidden in (False, True)]
