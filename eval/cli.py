@@ -304,12 +304,12 @@ def plot_command(
     suite = suite or "description"
     data = data or default_data(suite, model)
     variants = parse_variants(split(policies), options, builtin=data == BUILTIN)
-    fields: Any = {"limit": sample + 1, "image_folder": image_folder}
+    fields: Any = {"first": sample, "limit": sample + 1, "image_folder": image_folder}
     samples = load_suite(suite, data, count=token_counter(model), **fields)
-    if sample >= len(samples):
-        raise ValueError(f"--sample {sample}: the suite has {len(samples)}")
+    if not samples:
+        raise ValueError(f"--sample {sample}: the suite has fewer")
     loaded = chat.load(model, device, dtype, device_map)
-    title = f"{Path(model).name}, {suite} {samples[sample].id}"
+    title = f"{Path(model).name}, {suite} {samples[0].id}"
     if not uses_suite and not loaded.reads_pictures:
         documents = encode_prompts(loaded, None, None)
         if sample >= len(documents):
@@ -319,7 +319,7 @@ def plot_command(
         title = f"{Path(model).name}, document {sample}"
     else:
         _check_readable(loaded, samples)
-        (inputs,) = encode_samples(loaded, samples[sample:])
+        (inputs,) = encode_samples(loaded, samples)
     figure = draw.plot_prompt(loaded.model, inputs, kind, variants, size, title)
     typer.echo(f"wrote {draw.save(figure, path)}")
 

@@ -40,8 +40,12 @@ def default_data(name: str, model: str) -> str:
     return STDLIB if stdlib else BUILTIN
 
 
-def load_suite(name: str, data: str | Path = BUILTIN, **fields: Any) -> list[Sample]:
+def load_suite(
+    name: str, data: str | Path = BUILTIN, *, first: int = 0, **fields: Any
+) -> list[Sample]:
     """Return a suite's samples of "builtin" data or a path; `fields` are others of `Request`.
+
+    Samples before number `first` are left out.
 
     Raises:
         ValueError: the suite, a task, the length or the limit is not possible.
@@ -82,4 +86,4 @@ def load_suite(name: str, data: str | Path = BUILTIN, **fields: Any) -> list[Sam
         return replace(sample, suite=name, task=task, metric=metric, note=sample.note or note)
 
     samples = (builtin or suite.load)(request)
-    return list(map(completed, islice(samples, request.limit or size)))
+    return list(map(completed, islice(samples, first, request.limit or size)))

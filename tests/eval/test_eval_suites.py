@@ -218,6 +218,11 @@ class TestWhatTheModelReads:
     def test_the_default(self, suite, model, data):
         assert registry.default_data(suite, model) == data
 
+    def test_those_before_the_first_are_left_out(self):
+        (last,) = load_suite("mmvet", first=2, limit=3)
+        assert last == load_suite("mmvet", limit=3)[2]
+        assert load_suite("mmvet", first=3, limit=3) == []
+
     def test_a_haystack_that_python_brings(self):
         (sample,) = load_suite("ruler", "stdlib", limit=1, length=600, tasks=["niah_single_2"])
         assert len(sample.prompt.split()) > 400
