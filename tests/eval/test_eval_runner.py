@@ -164,7 +164,8 @@ def test_a_changed_option_is_refused(model, tokenizer, tmp_path):
         ("policies", {"policies": ["full", "snapkv"], "options": {"window": 5}}),
         ("metrics", {"metrics": ["ppl"]}),
         ("batch_size", {"batch_size": 3}),
-        ("data_digest", {"samples": make_samples()[:4]}),
+        ("limit", {"samples": make_samples()[:4], "limit": 4}),
+        ("data_digest", {"samples": make_samples()[::-1]}),
     ):
         with pytest.raises(RunError, match=rf"{option}=.*choose another --out"):
             run(model, tokenizer, tmp_path, **asked | changed)
