@@ -269,6 +269,9 @@ class TestRefusals:
         assert "at most 16" in refused(post(address, asking(*[part] * 17)))
 
     def test_what_a_message_says(self, address, engine):
+        _, body = post(address, WRONG["empty messages"])
+        wanted = "messages: list should have at least 1 item after validation, not []"
+        assert body["error"]["message"] == wanted
         _, body = post(address, WRONG["bad role"])
         assert body["error"]["param"] == "messages[0].role"
         assert "'system', 'developer', 'user', 'assistant' or 'tool'" in body["error"]["message"]
