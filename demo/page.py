@@ -289,7 +289,9 @@ def build(models: Models) -> gr.Blocks:
         stop.click(halt, [conversation_state], None, **_quick)
         policy.change(_policy_chosen, [policy], controls, **_quick)
         clear.click(forget, [conversation_state], updated, **_quick)
-        layer.input(other_layer, [conversation_state, layer], [patches], **_quick)
+        # Without "always_last", moves of the slider during a reply of the server would be lost.
+        inputs = [conversation_state, layer]
+        layer.input(other_layer, inputs, [patches], trigger_mode="always_last", **_quick)
         page.load(js=_NAME_EXAMPLES)
     page.queue(max_size=64, api_open=False)
     return page
