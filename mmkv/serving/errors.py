@@ -138,7 +138,7 @@ def _request_error(error: ValidationError, data: Any) -> RequestError:
     else:
         if kind == "model_type":
             message = "Expected an object"
-        message = message.removesuffix(", not 0")  # pydantic's, of an empty list
+        message = re.sub(r", not \d+$", "", message)  # pydantic's, the number of items
         message = f"{place or 'body'}: {message[0].lower()}{message[1:]}, not {repr(value)[:60]}"
     return RequestError(message, param=place or None)
 

@@ -272,6 +272,8 @@ class TestRefusals:
         _, body = post(address, WRONG["empty messages"])
         wanted = "messages: list should have at least 1 item after validation, not []"
         assert body["error"]["message"] == wanted
+        _, body = post(address, {**HELLO, "stop": [*"abcdefghi"] * 4})
+        assert "items after validation, not ['a', 'b'" in body["error"]["message"]
         _, body = post(address, WRONG["bad role"])
         assert body["error"]["param"] == "messages[0].role"
         assert "'system', 'developer', 'user', 'assistant' or 'tool'" in body["error"]["message"]
