@@ -121,9 +121,9 @@ class CompletionAnswer(ChatAnswer):
 
     def _choice(self, pieces: Sequence[Piece]) -> Piece:
         parts = [x["logprobs"] for x in pieces if x["logprobs"]]
-        logprobs = {k: [v for x in parts for v in x[k]] for k in _LISTS}
-        logprobs = logprobs if self._with_logprobs else None
-        return {"text": "".join(x["text"] for x in pieces), "logprobs": logprobs}
+        lists = {k: [v for x in parts for v in x[k]] for k in _LISTS}
+        text = "".join(x["text"] for x in pieces)
+        return {"text": text, "logprobs": lists if self._with_logprobs else None}
 
     def _logprobs(self, i: int, chosen: Sequence[TokenLogprobs]) -> Piece | None:
         if not self._with_logprobs or not chosen:
