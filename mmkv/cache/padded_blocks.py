@@ -21,6 +21,8 @@ from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products
 from mmkv.layer_inputs import reposition
 from mmkv.parts.slots import SlotSchedule, spare
 
+aten: Any = torch.ops.aten
+
 # A position: a tensor while a clock drives the steps, which are then replayed on the device.
 Place = int | Tensor
 
@@ -188,7 +190,8 @@ class PaddedBlock:
                 self.positions[where] = new
                 if self.bias is not None and self.log_weights is not None:
                     self.bias[:, 0, slots : slots + q] = 0.0
-                self._reset(where)
+                for x in self._zero_for_new:
+                    x[where] = 0.0
             elif self.positions_ahead[0] < slots + q or self.positions_ahead[1] != position - slots:
                 # These slots and all after them are empty, so their later positions are known.
                 end, offset = self.positions.shape[1], position - slots
@@ -203,17 +206,23 @@ class PaddedBlock:
             self.numbers = torch.arange(len(self.positions), device=self.keys.device)
         where = (self.numbers, slots)
         self.keys[where], self.values[where] = key[:, 0], value[:, 0]
-        self.positions[where] = position
+        # On CUDA `x[rows, slots] = number` sends the number, which makes the host wait and cannot
+        # be captured; `scatter_` takes it as an argument.
+        index = slots.expand(len(self.positions))[:, None]
+        if isinstance(position, int):
+            self.positions.scatter_(1, index, position)
+        else:
+            self.positions[where] = position
         if self.bias is not None:
-            self.bias[self.numbers, 0, slots] = 0.0
-        self._reset(where)
+            self.bias[:, 0].scatter_(1, index, 0.0)
+        for x in self._zero_for_new:
+            x.scatter_(1, index, 0.0)
 
-    def _reset(self, where: tuple[Any, ...]) -> None:
-        """Set the weight of new tokens to one, and their accumulated attention to zero."""
-        if self.mass is not None and self.schedule.needs_decode_attention:
-            self.mass[where] = 0.0
-        if self.log_weights is not None:
-            self.log_weights[where] = 0.0
+    @property
+    def _zero_for_new(self) -> list[Tensor]:
+        """Tensors [R, S] that are 0 for a new token: log weight and accumulated attention."""
+        mass = self.mass if self.schedule.needs_decode_attention else None
+        return [x for x in (mass, self.log_weights) if x is not None]
 
     def attend(
         self,
@@ -348,6 +357,10 @@ def attend(
 ) -> Tensor:
     """Attend from q tokens of G query heads to one row's keys, without repeating keys.
 
+    On CUDA the kernels are named, as the default choice (cuDNN on Hopper) plans a kernel for each
+    new number of slots, half a second each. Flash attention takes no bias; the efficient kernel
+    does not split a row; so with a bias two matrix products and a softmax are faster (docs/gpu).
+
     Args:
         query: [R, G * q, D], the q tokens of each head together; the output has the same shape.
         keys, values: [R, U, D].
@@ -357,13 +370,24 @@ def attend(
     """
     if visible is not None and (q := visible.shape[1]) not in (1, query.shape[1]):
         visible = visible.repeat(1, query.shape[1] // q, 1)  # for each head of the group
-    if softcap is None and isinstance(keys, Tensor) and isinstance(values, Tensor):
+    plain = softcap is None and isinstance(keys, Tensor) and isinstance(values, Tensor)
+    if plain and query.is_cuda:
+        if visible is None and flash_takes(query):
+            rows = (x[:, None] for x in (query, keys, values))
+            return aten._scaled_dot_product_flash_attention(*rows, scale=scale)[0][:, 0]
+    elif plain:
         mask = None if visible is None else visible[:, None]
         out = scaled_dot_product_attention(
             query[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=scale
         )
         return out[:, 0]
     return mixed(masked_logits(query, keys, visible, scale, softcap).softmax(dim=-1), values)
+
+
+def flash_takes(query: Tensor) -> bool:
+    """Return whether torch's flash attention computes these queries [R, Q, D] on CUDA."""
+    D, trains = query.shape[-1], torch.is_grad_enabled() and query.requires_grad
+    return query.dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256 and not trains
 
 
 def masked_logits(

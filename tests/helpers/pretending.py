@@ -10,7 +10,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,18 @@ class OnDevice(Tensor):
     def __repr__(self, **kwargs: Any) -> str:
         return f"OnDevice({self.inner!r})"
 
+    def __setitem__(self, where: Any, value: Any) -> None:
+        """Write by index; a number that is written by an index of tensors makes the host wait.
+
+        On CUDA, torch makes a tensor of the number on the host and sends it (seen on an H100 with
+        torch 2.11); on other devices it fills one there, so dispatch does not see it.
+        """
+        indices = where if isinstance(where, tuple) else (where,)
+        sends = not isinstance(value, Tensor) and any(isinstance(x, Tensor) for x in indices)
+        if sends and Devices.running:
+            Devices.running[-1]._waits("a number written by index")
+        super().__setitem__(where, value)
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise RuntimeError(f"{func} on {args} outside of `Devices()`")
@@ -75,7 +87,10 @@ class Devices(TorchDispatchMode):
         counted: where not None, how often the host waited, by operation and line.
         capturing: whether a step is being captured.
         refused: whether something was refused then.
+        running: the active ones, the innermost last.
     """
+
+    running: ClassVar[list[Devices]] = []
 
     def __init__(self, *, capturing: bool = False) -> None:
         super().__init__()
@@ -85,11 +100,13 @@ class Devices(TorchDispatchMode):
 
     def __enter__(self) -> Devices:
         # `torch.tensor(..., device=)` makes a tensor on the CPU and sends it, which is seen here.
+        Devices.running.append(self)
         self.lifted.append(torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        Devices.running.pop()
         super().__exit__(*error)
         torch._C._set_only_lift_cpu_tensors(self.lifted.pop())
 
