@@ -243,9 +243,12 @@ def _unpacked(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def products(query: Tensor, keys: Stored, scale: float) -> Tensor:
-    """Return the logits [R, Q, U] of queries [R, Q, D]."""
+    """Return the logits [R, Q, U] of queries [R, Q, D]; in float32 or wider on CUDA."""
     if isinstance(keys, QuantizedKV):
         return keys.products(query.to(keys.exact) * scale)
+    trains = torch.is_grad_enabled() and query.requires_grad
+    if query.is_cuda and query.itemsize == 2 and not trains:
+        return torch.bmm(query, keys.mT, out_dtype=torch.float32).mul_(scale)
     return (query * scale) @ keys.mT
 
 
