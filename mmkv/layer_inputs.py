@@ -114,6 +114,17 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     return turned if x.shape[-1] == R else torch.cat([turned, x[..., R:].float()], dim=-1)
 
 
+def closed(positions: Tensor, behind: Tensor) -> Tensor:
+    """Move positions [R, ...] by the padding behind them, so that distances count tokens alone.
+
+    `behind` is int [R, T], the padding behind each of the first T positions; position -1 is of no
+    token.
+    """
+    flat = positions.flatten(1)
+    moved = flat + behind.gather(1, flat.clamp(0, behind.shape[1] - 1).long())
+    return torch.where(flat < 0, flat, moved).view_as(positions).to(positions.dtype)
+
+
 def reposition(keys: Tensor, positions: Tensor, newest: int | Tensor, inv_freq: Tensor) -> Tensor:
     """Return a copy of keys [R, S, D] whose distances to the newest token are consecutive.
 
@@ -221,6 +232,39 @@ class LayerInputs:
                 "a score that needs them cannot go on with an earlier turn; start a new cache"
             )
         return self.rotary.undo(self.key)
+
+    def without_gaps(self, present: Tensor, n: int) -> tuple[LayerInputs, Tensor]:
+        """Move padding before each row's tokens, and leave all but its n last queries out.
+
+        `present`, bool [B, Q], says which queries are of tokens, n or more in each row.
+
+        Returns:
+            The inputs as if the padding between a row's tokens lay before them, and the former
+            place of each of the N tokens, int64 [B, N].
+        """
+        order, last = (
+            x.to(torch.uint8).argsort(dim=-1, stable=True) for x in (self.valid, present)
+        )
+        last = last[:, last.shape[1] - n :]
+
+        def tokens(x: Tensor, dim: int, at: Tensor = order) -> Tensor:
+            shape = [len(at), *[1] * (x.ndim - 1)]
+            shape[dim] = at.shape[1]
+            return torch.take_along_dim(x, at.view(shape), dim=dim)
+
+        mask = None if self.mask is None else tokens(tokens(self.mask, 2, last), 3)
+        changed = replace(
+            self,
+            query=tokens(self.query, 2, last),
+            key=tokens(self.key, 2),
+            value=tokens(self.value, 2),
+            valid=tokens(self.valid, 1),
+            mask=mask,
+            bias=None if self.bias is None else tokens(self.bias, 2),
+            image=None if self.image is None else tokens(self.image, 1),
+            rotary=None if self.rotary is None else self.rotary.of_tokens(last),
+        )
+        return changed, order
 
     def by_head(self, valid: Tensor, image: Tensor) -> LayerInputs:
         """Return each key-value head as a row, with its own `valid` and `image` [B, H, N]."""

@@ -125,7 +125,8 @@ class _Collector:
         valid, image = self.prompt.valid, self.prompt.image.to(call.key.device)
         arguments = call._replace(mask=self.running.view(call.mask, valid))._asdict()
         layer = self.running.inputs(layer_idx, valid=valid, image=image, **arguments)
-        self.scores.append(importance(cache.plan.policy, layer, self.prompt.windows))
+        present = layer.valid.to(call.key.device) if any(self.prompt.inner) else None
+        self.scores.append(importance(cache.plan.policy, layer, self.prompt.windows, present))
         if len(self.scores) == len(cache.compressed):
             raise _Enough
 

@@ -96,6 +96,7 @@ def before_decoder(
         running = ForwardPass(mask=kwargs.get("attention_mask"), passed_cache=cache)
         current.set(running)
     running.entered, running.parts = True, parts
+    running.numbered = kwargs.get("position_ids") is not None
     if running.passed_cache is None and isinstance(cache, DynamicCache):
         cache = cache if cache.get_seq_length() else None  # an empty one is made by Idefics3
     if cache is None:

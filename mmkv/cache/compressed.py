@@ -239,8 +239,10 @@ class CompressedCache(CacheState):
                     past = past.masked(self.prompt.valid)
                 prompt_kv = past.extended(key, value, positions)
         if out is None:
-            inv_freq = self.plan.inv_freq
-            attended = prompt_kv.attend(query, first, among=view, inv_freq=inv_freq, **options)
+            turned: Any = {"inv_freq": self.plan.inv_freq}
+            if self.plan.inv_freq is not None and running.numbered:
+                turned["positions"] = self.prompt.closed(prompt_kv.positions)
+            attended = prompt_kv.attend(query, first, among=view, **turned, **options)
             out = refuse_gradient(attended), None
         with outside_inference_mode(), torch.no_grad():
             inputs = running.inputs(layer_idx, prompt_kv, query=query, mask=view, **options)
@@ -288,7 +290,8 @@ class CompressedCache(CacheState):
         if phase.evicts and not phase.postpones:
             prompt_kv.tail = Tail()  # the prompt is complete
         else:
-            prompt_kv.remember(self.plan.policy, new)
+            assert self.prompt is not None
+            prompt_kv.remember(self.plan.policy, new, self.prompt)
         layer.state = prompt_kv
         if phase.evicts and phase.postpones:
             self._postpone(layer_idx, prompt_kv)
@@ -302,7 +305,10 @@ class CompressedCache(CacheState):
         prompt, n_generated = self.prompt, self.plan.policy.postpone
         layer.tail = prompt_kv.tail.by_age(prompt_kv.positions)
         full_plan = replace(self.plan, budget=1.0, kv_dtype=None)
-        layer.state = evict(prompt_kv, full_plan, prompt, prompt.lengths, n_generated, layer_idx)
+        sizes, numbered = prompt.lengths, self._numbered
+        layer.state = evict(
+            prompt_kv, full_plan, prompt, sizes, n_generated, layer_idx, numbered=numbered
+        )
 
     def finish(self) -> None:
         """Size and evict the layers that wait for the last layer of the pass."""
@@ -365,4 +371,11 @@ class CompressedCache(CacheState):
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
         if isinstance(self.phase, Reading) and self.phase.until is not None:
             expected = 0  # the next chunk of the prompt allocates new storage
-        layer.state = evict(layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split)
+        arguments = layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split
+        layer.state = evict(*arguments, numbered=self._numbered)
+
+    @property
+    def _numbered(self) -> bool:
+        """Whether rotary positions of this pass count a row's tokens alone."""
+        running = current.get()
+        return running is None or running.numbered

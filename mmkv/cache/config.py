@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from mmkv.cache import sampling
 from mmkv.cache.sampling import SampledSizes
+from mmkv.layer_inputs import closed
 from mmkv.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -299,6 +300,19 @@ class TokenMasks:
                 "a row of the batch ends in padding: pad on the left (processor.tokenizer."
                 "padding_side = 'left'), as generation needs"
             )
+
+    @property
+    def behind(self) -> Tensor | None:
+        """The padding behind each of the T tokens, int64 [B, T]; None without gaps."""
+        if not any(self.inner):
+            return None
+        absent = (~self.valid).long()
+        return absent.flip(-1).cumsum(-1).flip(-1) - absent
+
+    def closed(self, positions: Tensor) -> Tensor:
+        """Return positions [B, 1 or H, U] whose distances leave padding between tokens out."""
+        behind = self.behind
+        return positions if behind is None else closed(positions, behind.to(positions.device))
 
     def last_places(self, n: int) -> Tensor | None:
         """Return the positions of each row's n last tokens, int64 [B, n]; None without gaps.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,6 +31,8 @@ def evict(
     expected: int,
     layer_idx: int,
     split: Tensor | None = None,
+    *,
+    numbered: bool = True,
 ) -> KeptKV:
     """Choose the tokens that a layer keeps, merge or drop the others, and copy them into blocks.
 
@@ -41,6 +44,7 @@ def evict(
         expected: how many tokens will be generated; 0 if that is not known.
         layer_idx: the index of the layer.
         split: the result of `head_sizes` for this layer.
+        numbered: whether rotary positions count a row's tokens alone, not padding between them.
     """
     policy, (B, H, U, _) = plan.policy, prompt_kv.keys.shape
     ranking = selection.ranked(policy, prompt_kv, prompt, sizes, layer_idx, split)
@@ -53,7 +57,8 @@ def evict(
         if torch.is_autocast_enabled(device.type):
             no_autocast = torch.autocast(device.type, enabled=False)
         with no_autocast:
-            kept = merge(prompt_kv, ranking)
+            distances = prompt.closed(prompt_kv.positions)
+            kept = merge(replace(prompt_kv, positions=distances), ranking)
     reduction = "" if prompt_kv.scores is None else policy.score.turn_reduction
     scored = plan.evicting(prompt) if reduction == "max" else []
     retained = None
@@ -105,6 +110,7 @@ def evict(
         leaders = kept_positions.masked_fill(kept.weights < 2, -1)
         group_index = _leaders(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
     blocks: list[PaddedBlock] = []
+    behind = prompt.behind if numbered and plan.inv_freq is not None else None
     errors = torch.zeros(B * H, 2, 2, device=keys.device)
     for rows, schedule, width, capacity in _planned(
         plan, prompt, counts, n_pinned, expected, keys.device
@@ -127,6 +133,8 @@ def evict(
         weights = None if bias is None else pad(bias[index, :width], padding)
         pairs = stored[0], stored[1], block_positions, block_mass
         block = PaddedBlock(rows, *pairs, schedule, plan.inv_freq, weights)
+        if behind is not None:
+            block.behind = behind.to(index.device)[index // H]
         block.set_bias(width)
         blocks.append(block)
     error = None if plan.kv_dtype is None else relative_error(errors.view(B, H, 2, 2).sum(1))

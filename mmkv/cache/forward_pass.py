@@ -54,6 +54,8 @@ class ForwardPass:
         passed_cache: the cache that the model was called with.
         generating: whether `generate` makes the call: it only appends ones to its mask.
         entered: whether the decoder's forward has begun.
+        numbered: whether the decoder was given `position_ids`, which count a row's tokens alone;
+            without them it counts padding too.
         cache: the cache of this pass; None before the decoder begins, and without a cache.
         masked: bool [B, seen], kept tokens that the mask hides in this pass; None: none.
         streams: the residual stream [B, q, hidden] before each layer, for SqueezeAttention.
@@ -70,6 +72,7 @@ class ForwardPass:
     passed_cache: Any = None
     generating: bool = False
     entered: bool = False
+    numbered: bool = False
     cache: CompressedCache | None = None
     masked: Tensor | None = None
     streams: dict[int, Tensor] = field(default_factory=dict[int, Tensor])

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mmkv.cache import varlen
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products
-from mmkv.layer_inputs import reposition
+from mmkv.layer_inputs import closed, reposition
 from mmkv.parts.slots import SlotSchedule, spare
 
 aten: Any = torch.ops.aten
@@ -47,6 +47,8 @@ class PaddedBlock:
         log_weights: float32 [R, S], the logarithm of each slot's weight, which is part of the
             bias; None: every slot stands for one token.
         inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
+        behind: int64 [R, T], the padding behind each of the prompt's tokens that their rotation
+            leaves out, if positions are counted inside the cache; None: none.
     """
 
     row_numbers: np.ndarray
@@ -59,6 +61,7 @@ class PaddedBlock:
     inv_freq: Tensor | None = None
     log_weights: Tensor | None = None
     bias: Tensor | None = None
+    behind: Tensor | None = None
     # arange(R), and the attention weights [R, G, S] of a step; allocated when first needed.
     numbers: Tensor | None = None
     weights: Tensor | None = None
@@ -267,7 +270,9 @@ class PaddedBlock:
             visible = visible.masked_fill(unseen, masked_value)
         if self.inv_freq is not None:
             numbers = keys[:, :] if isinstance(keys, QuantizedKV) else keys
-            keys = reposition(numbers, used(self.positions), position + q - 1, self.inv_freq)
+            places = used(self.positions)
+            places = places if self.behind is None else closed(places, self.behind)
+            keys = reposition(numbers, places, position + q - 1, self.inv_freq)
         accumulates = self.mass is not None and self.schedule.needs_decode_attention
         plain = q == 1 and softcap is None and not accumulates and isinstance(keys, Tensor)
         if varlen.ENABLED and plain and isinstance(values, Tensor) and varlen.applies(query):
@@ -301,6 +306,7 @@ class PaddedBlock:
             bias=None if self.bias is None else self.bias[index],
             mass=None if self.mass is None else self.mass[index],
             log_weights=None if self.log_weights is None else self.log_weights[index],
+            behind=None if self.behind is None else self.behind[index],
             schedule=self.schedule.select(chosen),
             numbers=None,
             weights=None,

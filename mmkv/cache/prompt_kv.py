@@ -31,6 +31,7 @@ class Tail:
     query: Tensor | None = None  # [B, Hq, w, D]
     mask: Tensor | None = None  # bool [B, 1 or H, w, U], which keys they see; None: causal
     rotary: Rotary | None = None  # of these queries, if the score needs it
+    present: Tensor | None = None  # bool [B, w], False for padding
 
     def by_age(self, positions: Tensor) -> Tail:
         """Sort the columns of the mask by `positions` [B, 1 or H, U]."""
@@ -47,7 +48,8 @@ class Tail:
         w = min(n, self.query.shape[2])
         mask = None if self.mask is None else self.mask[:, :, -w:, -n:]
         rotary = None if self.rotary is None else self.rotary.last(w)
-        return Tail(self.query[:, :, -w:], mask, rotary)
+        present = None if self.present is None else self.present[:, -w:]
+        return Tail(self.query[:, :, -w:], mask, rotary, present)
 
 
 @dataclass(frozen=True)
@@ -59,22 +61,25 @@ class ReferenceQueries:
     softcap: float | None  # bound of the logits
 
     @classmethod
-    def of(cls, layer: LayerInputs, number: int, remembered: int | None) -> ReferenceQueries | None:
+    def of(
+        cls, layer: LayerInputs, valid: Tensor, number: int, remembered: int | None
+    ) -> ReferenceQueries | None:
         """Choose `number` (S) of a layer's queries, evenly spread up to the last; None if none.
 
         Only the last `remembered` queries (None: all) are used, which are kept however a prompt is
-        read. Padding is left out, so a padded row has the queries that it has alone.
+        read. Those not `valid`, bool [B, Q], are left out, so a padded row has the queries that it
+        has alone.
         """
-        query, valid, rotary = layer.query, layer.valid[:, -layer.query.shape[2] :], layer.rotary
-        n_known = valid.shape[1] if remembered is None else min(remembered, valid.shape[1])
+        query, rotary, n_known = layer.query, layer.rotary, valid.shape[1]
+        n_known = n_known if remembered is None else min(remembered, n_known)
         if number * n_known == 0:
             return None
-        valid = valid[:, -n_known:]
-        count = valid.sum(-1, keepdim=True)
+        total = valid.sum(-1, keepdim=True)
+        count = total.clamp(max=n_known)
         step = torch.arange(min(number, n_known), device=valid.device)
         index = count - 1 - step * (-(-count // number)).clamp(min=1)
         order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
-        at = order.gather(1, index.clamp(min=0)) + query.shape[2] - n_known
+        at = order.gather(1, (index + total - count).clamp(min=0))
         query = query.gather(2, at[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         if rotary is not None:
             query = rotary.of_tokens(at).moved(query, rotary.ahead(1))
@@ -190,17 +195,20 @@ class PromptKV:
         scale: float,
         softcap: float | None = None,
         inv_freq: Tensor | None = None,
+        positions: Tensor | None = None,
         among: Tensor | None = None,
     ) -> Tensor:
         """Attend from the last q tokens to all: query [B, Hq, q, D] -> [B, q, Hq, D].
 
-        `first` is the position of the first of the q; `among`, bool [B, 1, q, q], says which of
-        them see which (None: causal). Other arguments are those of `padded_blocks.attend`.
+        `first` is the position of the first of the q; `positions` [B, 1 or H, U] are those by which
+        `inv_freq` turns keys, if others; `among`, bool [B, 1, q, q], says which of the q see which
+        (None: causal). Other arguments are those of `padded_blocks.attend`.
         """
         B, Hq, q, _ = query.shape
         H, U = self.keys.shape[1:3]
         keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
-        positions = self.positions.expand(B, H, -1).flatten(0, 1)
+        positions = self.positions if positions is None else positions
+        positions = positions.expand(B, H, -1).flatten(0, 1)
         if inv_freq is not None:
             keys = reposition(keys, positions, first + q - 1, inv_freq)
         if among is not None:
@@ -246,23 +254,27 @@ class PromptKV:
             size = send(np.array(mean_sizes, np.float32), new.key.device)
             new = replace(new, size=size)
         windows: Sequence[int] = prompt.windows
-        layer = self._inputs(new)
+        layer, present = self._inputs(new), self._present(new)
         if policy.merge is not None and policy.merge.fit:
-            self.readers = ReferenceQueries.of(layer, policy.merge.fit, policy.queries)
+            self.readers = ReferenceQueries.of(layer, present, policy.merge.fit, policy.queries)
         if layer.query.shape[2] < self.keys.shape[2] and policy.window_size:
             # In a turn shorter than the window, all of its queries make up the window.
-            n_queries = (self.positions[:, 0, -layer.query.shape[2] :] >= 0).sum(-1).tolist()
+            n_queries = present.sum(-1).tolist()
             windows = [min(w, n) for w, n in zip(windows, n_queries, strict=True)]
         per_head = self.positions.shape[1] > 1
         (image,) = selection.marked([prompt.image], self.positions)
         if per_head:  # heads keep different tokens: score each as a row of its own
             layer = layer.by_head(self.positions >= 0, image)
             windows = [w for w in windows for _ in range(self.keys.shape[1])]
+            present = present.repeat_interleave(self.keys.shape[1], dim=0)
         else:
             layer = replace(layer, image=image[:, 0])
+        apart = present if any(prompt.inner) else None
         if policy.layers.needs == "measure":
-            self.measured = policy.layers.measure(layer).unflatten(0, (len(self.keys), -1)).mean(1)
-        scores = selection.importance(policy, layer, windows)
+            same = [0] * len(layer.key)
+            measured = selection.by_parts(layer, same, apart, lambda _, x: policy.layers.measure(x))
+            self.measured = measured.unflatten(0, (len(self.keys), -1)).mean(1)
+        scores = selection.importance(policy, layer, windows, apart)
         if per_head:
             scores = scores.view(self.keys.shape[:3])
             if policy.score.average_heads:
@@ -273,17 +285,26 @@ class PromptKV:
             common.add_(old) if reduction == "sum" else torch.maximum(common, old, out=common)
         self.scores = scores
 
-    def remember(self, policy: Policy, new: LayerInputs) -> None:
+    def remember(self, policy: Policy, new: LayerInputs, prompt: TokenMasks) -> None:
         """Store a copy of a chunk's last queries, which the score may need later."""
         if policy.queries == 0:
             return
-        layer = self._inputs(new)
+        layer, present = self._inputs(new), self._present(new)
         last = layer.query.shape[2] if policy.queries is None else policy.queries
+        if any(prompt.inner):  # as many as hold the last ones of each row
+            number = present.flip(-1).cumsum(-1)
+            last = int((number < number[:, -1:].clamp(max=last)).sum(-1).max()) + 1
         self.tail = Tail(
             layer.query[:, :, -last:].clone(),
             None if layer.mask is None else layer.mask[:, :, -last:].clone(),
             None if layer.rotary is None else layer.rotary.last(last),
+            present[:, -last:].clone(),
         )
+
+    def _present(self, new: LayerInputs) -> Tensor:
+        """Return which queries of `_inputs` are of tokens, bool [B, Q], False for padding."""
+        present, tail = self.positions[:, 0, -new.query.shape[2] :] >= 0, self.tail.present
+        return present if tail is None else torch.cat([tail.to(present.device), present], dim=1)
 
     def _inputs(self, new: LayerInputs) -> LayerInputs:
         """Return a layer's inputs with the queries of earlier chunks, and masks over all tokens."""

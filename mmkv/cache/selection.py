@@ -6,7 +6,7 @@ Shape letters as in `mmkv.scores`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -86,11 +86,15 @@ class Kept:
     bias: Tensor | None = None
 
 
-def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Tensor:
+def importance(
+    policy: Policy, layer: LayerInputs, windows: Sequence[int], present: Tensor | None = None
+) -> Tensor:
     """Compute the policy's scores, float32 [B, 1 or H, N], all finite.
 
     One query or key that overflowed must not spoil all scores: NaN and -inf become 0, inf becomes
     larger than any finite score. `windows` [B] are the lengths of the rows' observation windows.
+    If there may be padding between a row's tokens, `present`, bool [B, Q], says which queries are
+    of tokens; a score sees the padding before them.
 
     Raises:
         ValueError: the scores have another shape, or are NaN although queries and keys are finite.
@@ -112,20 +116,47 @@ def importance(policy: Policy, layer: LayerInputs, windows: Sequence[int]) -> Te
     if torch.is_autocast_enabled(device.type):
         no_autocast = torch.autocast(device.type, enabled=False)
     with torch.no_grad(), no_autocast:
-        if len(set(windows)) == 1:
-            scores = of_rows(windows[0], layer)
-        else:
-            parts, order = [], []
-            for window in sorted(set(windows)):
-                rows = [b for b, w in enumerate(windows) if w == window]
-                parts.append(of_rows(window, rows_of(layer, torch.tensor(rows, device=device))))
-                order += rows
-            scores = torch.cat(parts)[torch.tensor(order, device=device).argsort()]
+        scores = by_parts(layer, windows, present, of_rows)
     if not type(policy.score).__module__.startswith(("mmkv.scores.", "mmkv.policies.")):
         _check_scores(policy.score, scores, layer.query, layer.key)
     if policy.score.average_heads and scores.shape[1] > 1:
         scores = scores.mean(dim=1, keepdim=True)
     return scores.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
+
+
+def by_parts(
+    layer: LayerInputs,
+    windows: Sequence[int],
+    present: Tensor | None,
+    function: Callable[[int, LayerInputs], Tensor],
+) -> Tensor:
+    """Apply a function of windows and inputs to rows that have these in common, without gaps.
+
+    Arguments are those of `importance`; results are float [B], or [B, H, N] with a place a token.
+    """
+    if present is None and len(set(windows)) == 1:
+        return function(windows[0], layer)
+    Q, device = layer.query.shape[2], layer.key.device
+    n_queries = [Q] * len(windows)
+    if present is not None and layer.key.shape[2] > Q:  # only these are known of all tokens
+        n_queries = present.sum(-1).tolist()
+    parts, order = list[Tensor](), list[int]()
+    kinds = list(zip(windows, n_queries, strict=True))
+    for window, n in sorted(set(kinds)):
+        rows = [b for b, kind in enumerate(kinds) if kind == (window, n)]
+        at = torch.tensor(rows, device=device)
+        part = rows_of(layer, at)
+        if present is None:
+            found = function(window, part)
+        else:
+            part, places = part.without_gaps(present[at], n)
+            found = function(window, part)
+            if found.ndim > 1:
+                back = places.argsort(dim=-1)[:, None].expand(-1, found.shape[1], -1)
+                found = found.gather(-1, back)
+        parts.append(found)
+        order += rows
+    return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
 
 
 def _check_scores(score: Score, out: Tensor, query: Tensor, key: Tensor) -> None:

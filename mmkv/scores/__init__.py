@@ -10,8 +10,9 @@ Shape letters, here and in the rest of the package:
 - `D` head dimension
 - `L` attention layers
 
-`valid` is a bool `[B, N]`, False for padding. Padding tokens score 0 and influence nothing: a
-left-padded row gives exactly what it gives alone.
+`valid` is a bool `[B, N]`, False for padding, which lies before a row's tokens (the cache moves it
+there from between turns). Padding scores 0 and influences nothing: a left-padded row gives exactly
+what it gives alone.
 """
 
 from mmkv.scores.accumulated import accumulated_attention

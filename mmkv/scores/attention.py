@@ -75,7 +75,7 @@ def window_rows(
 
 def pooled(score: Tensor, kernel_size: int, pooling: Pooling | None) -> Tensor:
     """Pool scores `[B, H, G, n]`, not negative, over tokens; return their mean over query heads."""
-    if pooling is not None:  # a 0 at padding has the same effect as the edge in both poolings
+    if pooling is not None:  # padding lies before a row's tokens: its 0 is as the edge is
         flat, pool = score.flatten(0, 2), avg_pool1d if pooling == "avg" else max_pool1d
         score = pool(flat, kernel_size, stride=1, padding=kernel_size // 2).view_as(score)
     return score.mean(2)

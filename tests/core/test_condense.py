@@ -207,8 +207,8 @@ def test_a_token_keeps_the_largest_score_of_all_turns(models, monkeypatch):
     found: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
     importance = selection.importance
 
-    def recorded(policy, layer, windows):
-        scores = importance(policy, layer, windows)
+    def recorded(policy, layer, *rows):
+        scores = importance(policy, layer, *rows)
         found[layer.layer_idx].append(scores.reshape(1, 2, -1).clone())
         return scores
 

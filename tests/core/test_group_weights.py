@@ -95,15 +95,15 @@ def test_readers_are_spread_over_a_rows_own_queries(number, remembered, want):
     valid = torch.arange(10) >= torch.tensor([[0], [7]])
     keys: Any = torch.zeros(2, H, 10, D)
     layer = LayerInputs(query=query, key=keys, value=keys, valid=valid, scale=0.5)
-    readers = ReferenceQueries.of(layer, number, remembered)
+    readers = ReferenceQueries.of(layer, valid[:, 1:], number, remembered)
     assert readers is not None
     assert readers.query.shape == (2, H * G, min(number, remembered or 9, 9), D)
     for b in range(2):
         chosen = readers.query[b][:, readers.present[b], 0]
         assert sorted((2 * chosen[0]).tolist()) == want[b]
         assert not readers.query[b][:, ~readers.present[b]].any()
-    assert ReferenceQueries.of(layer, 0, None) is None
-    assert ReferenceQueries.of(layer, 3, 0) is None
+    assert ReferenceQueries.of(layer, valid[:, 1:], 0, None) is None
+    assert ReferenceQueries.of(layer, valid[:, 1:], 3, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_readers_ask_behind_the_prompts_end(models, policy, options, monkeypatch
     given: list[tuple[LayerInputs, Any]] = []
     of = ReferenceQueries.of
 
-    def recorded(layer, number, remembered) -> ReferenceQueries | None:
-        given.append((layer, of(layer, number, remembered)))
+    def recorded(layer, *options) -> ReferenceQueries | None:
+        given.append((layer, of(layer, *options)))
         return given[-1][1]
 
     monkeypatch.setattr(ReferenceQueries, "of", recorded)

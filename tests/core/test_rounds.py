@@ -49,10 +49,10 @@ def test_the_queries_of_generated_tokens_observe(models, monkeypatch):
     given, asked = [], []
     importance = selection.importance
 
-    def recorded(policy, layer, windows):
+    def recorded(policy, layer, *rows):
         if layer.layer_idx == 1:
             given.append(layer)
-        return importance(policy, layer, windows)
+        return importance(policy, layer, *rows)
 
     monkeypatch.setattr(selection, "importance", recorded)
     attention = model.model.layers[1].self_attn

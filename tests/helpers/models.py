@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -94,6 +95,26 @@ def next_turn(inputs, sequences, image: bool, seed: int = 5, new: int = 30):
         ids[:, 4 : 4 + IMAGE_TOKENS] = IMAGE
         more["pixel_values"] = torch.randn(B, 3, 16, 16, generator=g)
     return {**continued({**inputs, "input_ids": sequences}, ids), **more}
+
+
+def ragged_turn(inputs, words, lengths, seed=5, rows=None, pictures=()):
+    """The conversation so far, `words` said last, and `lengths` [B] new tokens, left-padded.
+
+    `rows` are those of the B that take part, all by default. In LLaVA the rows `pictures` show one
+    more each, from their third new token on.
+    """
+    rows, g = range(len(lengths)) if rows is None else rows, torch.Generator().manual_seed(seed)
+    new = [torch.randint(4, VOCAB, (n,), generator=g) for n in lengths]
+    pixels = [torch.randn(1, 3, 16, 16, generator=g) for _ in lengths]
+    for b in pictures:
+        new[b][2 : 2 + IMAGE_TOKENS] = IMAGE
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+    asked = [new[b] for b in rows]
+    ids = inputs["input_ids"], words, pad(asked, padding_value=PAD)
+    mask = inputs["attention_mask"], torch.ones_like(words), pad([*map(torch.ones_like, asked)])
+    shown = [pixels[b] for b in rows if b in pictures]
+    more = {"pixel_values": torch.cat(shown)} if shown else {}
+    return {"input_ids": torch.cat(ids, 1), "attention_mask": torch.cat(mask, 1), **more}
 
 
 def ending(error, after):

@@ -11,6 +11,7 @@ import torch
 import mmkv
 from helpers import masking
 from helpers.masking import recorded
+from helpers.models import ragged_turn
 from mmkv.cache.forward_pass import Reading
 from mmkv.policy import Policy
 
@@ -154,6 +155,57 @@ def generate(model, inputs, new=NEW, **kwargs):
     with recorded(model) if mmkv.is_wrapped(model) else nullcontext([]) as held:
         found = masking.generate(model, inputs, new=new, **kwargs)
     return *found, [list(layers.values()) for layers in held]
+
+
+@dataclass
+class Talk:
+    """A conversation: logits [B, V] of each pass, what was held after it, and tokens and mask."""
+
+    logits: list[torch.Tensor]
+    held: list[list[torch.Tensor]]
+    words: list[torch.Tensor]
+    mask: torch.Tensor
+    cache: Any
+
+
+def ragged_talk(model, inputs, turns, rows=None, new=4, pictures=(), **options) -> Talk:
+    """Turns of `turns` [T][B] new tokens behind a prompt, left-padded, each answered by `new`.
+
+    `rows` are the rows of the batch that talk, all by default; a single one has no padding. In the
+    first later turn the rows `pictures` show one more each.
+    """
+    rows = range(len(inputs["input_ids"])) if rows is None else rows
+    talk = Talk([], [], [], inputs["attention_mask"], None)
+    for i in range(len(turns) + 1):
+        if i:
+            shown = pictures if i == 1 else ()
+            more: Any = {"seed": 10 + i, "rows": rows, "pictures": shown}
+            inputs = ragged_turn(inputs, talk.words[-1], turns[i - 1], **more)
+        logits, words, talk.cache, held = generate(
+            model, inputs, new=new, min_new_tokens=new, past_key_values=talk.cache, **options
+        )
+        talk.logits += list(logits)
+        talk.held += held
+        talk.words.append(words)
+        talk.mask = inputs["attention_mask"]
+    return talk
+
+
+def same_as_alone(together: Talk, alone: Talk, b: int, atol: float = 1e-4) -> None:
+    """Row `b` of a batch says, and holds after each pass, what it does alone."""
+    for mine, single in zip(together.words, alone.words, strict=True):
+        assert torch.equal(mine[b : b + 1], single)
+    for mine, single in zip(together.logits, alone.logits, strict=True):
+        torch.testing.assert_close(mine[b : b + 1], single, atol=atol, rtol=0)
+    n_new = together.words[-1].shape[1]
+    valid = torch.nn.functional.pad(together.mask[b].bool(), (0, n_new), value=True)
+    places = valid.nonzero()[:, 0]
+    assert len(together.held) == len(alone.held)
+    for passes in zip(together.held, alone.held, strict=True):
+        for mine, single in zip(*passes, strict=True):
+            for h, head in enumerate(single[0]):
+                expected = places[head[head >= 0]]
+                assert torch.equal(mine[b, h][mine[b, h] >= 0], expected)
 
 
 def prefilled(model, inputs, policy, budget=None, **options):

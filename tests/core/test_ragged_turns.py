@@ -1,0 +1,116 @@
+"""Later turns of a batch whose new turns differ in length: padding lies inside the rows.
+
+Each row keeps and says what it does alone, whatever the other rows are asked.
+"""
+
+import pytest
+import torch
+
+import mmkv
+from helpers.marks import cases, since
+from helpers.models import make_inputs, make_model, row_of
+from helpers.oracle import (
+    EVERY,
+    READING,
+    ROWS,
+    Variant,
+    generate,
+    options_of,
+    ragged_talk,
+    same_as_alone,
+)
+
+TURNS = [(3, 30, 12), (21, 4, 9)]  # new tokens of each row
+WITH_PICTURES = [
+    Variant(policy, (("protect", "instruction"),), 0.8)
+    for policy in ("prefixkv", "h2o", "condense", "local")
+]
+WITH_PICTURES += [
+    Variant("snapkv", (("protect", "instruction"), ("window", 4)), 0.8),
+    *(Variant(policy, (), 0.5) for policy in ("lookm", "vlcache", "elastic", "xkv")),
+    Variant("vlcache", (("postpone", 3),), 0.5),
+]
+
+
+@pytest.fixture(scope="module")
+def doubles():
+    """In float64, so that a code of 8 or 4 bits is not rounded differently in a batch."""
+    return make_model("llama").double()
+
+
+def agrees(model, variant, inputs=None, settings=None, **options):
+    """Each row of a conversation says and holds what it does alone."""
+    inputs = make_inputs("llama", ROWS["padded"]) if inputs is None else inputs
+    settings = {**(settings or {}), **options_of(variant)}
+    with mmkv.wrapped(model, variant.policy, variant.budget, **settings):
+        together = ragged_talk(model, inputs, TURNS, **options)
+        for b in range(len(inputs["input_ids"])):
+            alone = ragged_talk(model, row_of(inputs, b), TURNS, rows=[b], **options)
+            same_as_alone(together, alone, b)
+
+
+@cases("variant", EVERY, "snapkv", "elastic", "defensive", "adakv-reposition=True", ids=str)
+def test_a_ragged_turn_equals_singles(models, variant):
+    agrees(models("llama"), variant)
+
+
+@since("5.21")
+@cases("variant", READING, "snapkv", "condense", ids=str)
+def test_a_ragged_turn_in_chunks_equals_singles(models, variant):
+    """A row's last queries may lie in several chunks, with padding between."""
+    agrees(models("llama"), variant, prefill_chunk_size=7)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@cases("policy", ["snapkv", "elastic", "condense", "adakv", "h2o"], "snapkv")
+def test_a_ragged_turn_in_few_bits_equals_singles(doubles, policy, kv_dtype):
+    agrees(doubles, Variant(policy), settings={"kv_dtype": kv_dtype})
+
+
+@cases("variant", WITH_PICTURES, str(WITH_PICTURES[0]), ids=str)
+def test_a_ragged_turn_with_pictures_equals_singles(models, variant):
+    """One row shows a picture more."""
+    inputs = make_inputs("llava-llama", ROWS["padded"])
+    agrees(models("llava-llama"), variant, inputs, pictures=[1])
+
+
+@cases("variant", EVERY, "snapkv", "xkv", "elastic", ids=str)
+def test_a_mask_that_hides_some_of_a_prompt_equals_the_prompt_without(models, variant):
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    hidden = torch.tensor([[10, 11, 12, 40, 85], [70, 71, 72, 73, 88], [50, 52, 54, 80, 81]])
+    inputs["attention_mask"].scatter_(1, hidden, 0)
+    places = [x.nonzero()[:, 0] for x in inputs["attention_mask"]]
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        logits, words, _, held = generate(model, inputs, new=5)
+        for b, place in enumerate(places):
+            alone, said, _, kept = generate(model, row_of(inputs, b), new=5)
+            assert torch.equal(words[b : b + 1], said)
+            torch.testing.assert_close(logits[:, b : b + 1], alone, atol=1e-4, rtol=0)
+            for together, single in zip(held[0], kept[0], strict=True):
+                for mine, wanted in zip(together[b], single[0], strict=True):
+                    assert torch.equal(mine[mine >= 0], place[wanted[wanted >= 0]])
+
+
+def test_a_plain_forward_that_counts_padding_equals_singles(models):
+    """Without position ids a model counts padding too, so keys are turned back from there."""
+    model, inputs = models("llama"), make_inputs("llama", (60, 40))
+    turn, valid = torch.arange(10, 22).view(2, 6), torch.ones(2, 66).long()
+    valid[:, :60], valid[0, 60:63] = inputs["attention_mask"], 0
+
+    def talk(rows, words, mask):
+        with mmkv.wrapped(model, "streaming", 0.5, reposition=True), torch.no_grad():
+            cache = model(**rows, use_cache=True).past_key_values
+            cache.expect()
+            logits = []
+            for ids in (words, words[:, -1:]):
+                out = model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+                logits.append(out.logits[:, -1])
+                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        return torch.stack(logits)
+
+    together = talk(inputs, turn, valid)
+    for b, words in enumerate((turn[:1, 3:], turn[1:])):
+        alone = row_of(inputs, b)
+        mask = torch.ones(1, alone["input_ids"].shape[1] + words.shape[1]).long()
+        found = talk(alone, words, mask)
+        torch.testing.assert_close(together[:, b : b + 1], found, atol=1e-4, rtol=0)
