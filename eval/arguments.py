@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from mmkv import names
+from mmkv.options import checked
 from mmkv.terminal import say
 
 DataOption = Annotated[
@@ -23,6 +27,7 @@ PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
+        callback=checked(names.check_pair),
         help="For every policy that has it. With the built-in data, window=8 by default.",
     ),
 ]
@@ -59,6 +64,30 @@ SuiteOption = Annotated[
 
 # The app whose commands `mmkv` adds to its own.
 commands = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def token_counter(name: str) -> Callable[[str], int]:
+    """Return a function that counts a text's tokens; its first call loads the tokenizer."""
+
+    @cache
+    def tokenizer() -> Any:
+        from mmkv.loading.models import load_tokenizer
+
+        return load_tokenizer(name)
+
+    options: Any = {"add_special_tokens": False, "verbose": False}  # no warning on long texts
+    return lambda text: len(tokenizer()(text, **options)["input_ids"])
+
+
+def check_variants(text: str) -> None:
+    """Refuse names of policies, with options or without, of which one is wrong."""
+    for part in split(text):
+        names.check_variant(part)
+
+
+def split(text: str) -> list[str]:
+    """Return the names in a text that commas separate."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def budget_list(text: str) -> list[float | int]:

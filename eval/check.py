@@ -41,16 +41,17 @@ def check_command(
     Each budget, and the full cache in 8 and in 4 bits, is compared with the full cache along the
     model's replies: divergence of next-token predictions, share of equal tokens, and bytes.
     """
+    sizes = budget_list(budgets)
+    check_place(out or FOLDER)
+
+    # These import torch.
     from mmkv import chat
     from mmkv.registry import get_policy
 
     from .prompts import encode_prompts, read_prompts
 
     chosen = get_policy(policy, **chat.parse_options(policy, option or []))
-    sizes = budget_list(budgets)
     user_prompts = None if prompts is None else read_prompts(prompts)
-    check_place(out or FOLDER)
-
     from mmkv.divergence import check_arguments, check_prompts, measured, settings_of, summed_up
     from mmkv.loading import quiet
 

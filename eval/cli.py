@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption
+from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption, checked, one_of
 from mmkv.terminal import check_place, console, say, show_errors
 
 from . import arguments
 from . import check as check  # registers the command `mmkv check`
-from .arguments import budget_list, commands
+from .arguments import budget_list, check_variants, commands, split, token_counter
 from .speed import cli as cli  # registers `mmkv bench` and `mmkv plan`
+from .store import METRICS, QUESTIONS, check_metrics
 
 if TYPE_CHECKING:
     from mmkv.chat import Loaded
@@ -43,14 +44,21 @@ def eval_command(
     data: arguments.DataOption = None,
     policies: Annotated[
         str,
-        typer.Option(help="Names, or name:option=value:..., commas between; or all."),
+        typer.Option(
+            help="Names, or name:option=value:..., commas between; or all.",
+            callback=checked(lambda text: text == "all" or check_variants(text)),
+        ),
     ] = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv",
     budgets: arguments.BudgetsOption = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9",
     metrics: Annotated[
-        str, typer.Option(help="Of ppl, divergence, next, rouge, score; the last two need replies.")
+        str, typer.Option(help=f"Of {', '.join(METRICS)}; the last two need replies.")
     ] = "ppl,rouge",
     question: Annotated[
-        str, typer.Option(help="visible: compressed with the prompt; hidden: read after it; both.")
+        str,
+        typer.Option(
+            help="visible: compressed with the prompt; hidden: read after it; both.",
+            callback=one_of("question", QUESTIONS),
+        ),
     ] = "visible",
     limit: arguments.LimitOption = None,
     out: arguments.RunOption = None,
@@ -84,27 +92,31 @@ def eval_command(
     A policy's window can be larger than a small budget: such rows hold the reason in `error`, and
     the report counts them; --option window=8 makes it smaller.
     """
-    from mmkv import chat
-    from mmkv.registry import list_policies
-
-    from .prompts import token_counter
-    from .runner import check_arguments, find_processes, fitting, run
     from .suites.registry import BUILTIN, default_data, load_suite
-    from .tabulate import Report
-    from .variants import parse_options, split, with_question
 
-    options, sizes = parse_options(option or []), budget_list(budgets)
-    policy_texts = list_policies() if policies == "all" else split(policies)
-    names, metric_names = with_question(policy_texts, question), split(metrics)
+    sizes, metric_names = budget_list(budgets), split(metrics)
+    check_metrics(metric_names)
     if {"rouge", "score"} & {*metric_names}:
         import_module("rouge_score")  # a missing package is reported before any measurement
+    folder = out or Path("runs") / suite
+    check_place(folder)
     data = data or default_data(suite, model)
-    check_arguments(names, sizes, metric_names, options, builtin=data == BUILTIN)
     fields: dict[str, Any] = {"tasks": None if tasks is None else split(tasks), "limit": limit}
     fields |= {"length": length, "image_folder": image_folder, "questions": questions}
     samples = load_suite(suite, data, count=token_counter(model), **fields)
-    folder = out or Path("runs") / suite
-    check_place(folder)
+
+    # These import torch.
+    from mmkv import chat
+    from mmkv.registry import list_policies
+
+    from .runner import check_arguments, find_processes, fitting, run
+    from .tabulate import Report
+    from .variants import parse_options, with_question
+
+    options = parse_options(option or [])
+    policy_texts = list_policies() if policies == "all" else split(policies)
+    names = with_question(policy_texts, question)
+    check_arguments(names, sizes, metric_names, options, builtin=data == BUILTIN)
     processes = find_processes(device)
     if processes.num_processes > 1:
         if device_map is not None:
@@ -165,7 +177,9 @@ def report_command(
     if len(folders) == 1 and (folders[0] / "run.json").exists():
         report = Report(folders[0])
         tables, paths = report.tables(first=not every), report.write()
-        if len(report.every) > 1:
+        if not report.curves:
+            say("nothing to draw: no row has any figures")
+        elif len(report.every) > 1:
             paths.append(draw.save(draw.curves(report), folders[0] / "curves.png"))
     else:
         target = out or folders[0]
@@ -184,7 +198,11 @@ def report_command(
 def calibrate_command(
     out: Annotated[Path, typer.Option(help="The profile's file.")] = Path("profile.json"),
     policy: Annotated[
-        str, typer.Option(help="prefixkv, xkv or squeeze (layer sizes), condense or sparsemm.")
+        str,
+        typer.Option(
+            help="prefixkv, xkv or squeeze (layer sizes), condense or sparsemm.",
+            callback=checked(check_variants),
+        ),
     ] = "condense",
     budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = "0.2",
     model: ModelOption = "builtin",
@@ -205,29 +223,33 @@ def calibrate_command(
     Use it by `mmkv.wrap(model, profile=...)`, or in a run as the policy prefixkv:profile=PATH, in
     which {budget} stands for each budget.
     """
-    from mmkv import chat
     from mmkv.budgets import parse
-    from mmkv.calibration import calibrate
 
-    from .prompts import encode_prompts, encode_samples, read_prompts, token_counter
     from .suites.registry import BUILTIN, default_data, load_suite
-    from .variants import parse_options, parse_variants
 
     fraction = parse(budget)
     if isinstance(fraction, int):
         raise ValueError(f"--budget {budget}: a profile keeps a fraction, such as 0.2 or 20%")
-    options = parse_options(option or [])
     uses_suite = any(x is not None for x in (suite, data, length, image_folder))
     suite = suite or "description"
     data = data or default_data(suite, model)
     if prompts is not None and uses_suite:
         raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
-    user_prompts = None if prompts is None else read_prompts(prompts)
-    (variant,) = parse_variants([policy], options, builtin=user_prompts is None and data == BUILTIN)
+    _check_file(out)
     fields: Any = {"limit": limit, "image_folder": image_folder, "length": length}
     fields |= {"count": token_counter(model)}
     samples = load_suite(suite, data, **fields) if uses_suite else []
-    _check_file(out)
+
+    # These import torch.
+    from mmkv import chat
+    from mmkv.calibration import calibrate
+
+    from .prompts import encode_prompts, encode_samples, read_prompts
+    from .variants import parse_options, parse_variants
+
+    options = parse_options(option or [])
+    user_prompts = None if prompts is None else read_prompts(prompts)
+    (variant,) = parse_variants([policy], options, builtin=user_prompts is None and data == BUILTIN)
     loaded = chat.load(model, device, dtype, device_map)
     _check_readable(loaded, samples)
     if uses_suite:
@@ -255,14 +277,19 @@ def plot_command(
         str,
         typer.Argument(
             help="layers: kept tokens; lorenz: importance held by the top tokens; retention: "
-            "importance retained; heads: what heads cost, and their sizes, by a profile."
+            "importance retained; heads: what heads cost, and their sizes, by a profile.",
+            callback=one_of("plot", PLOTS),
         ),
     ],
     out: Annotated[
         Path | None, typer.Option(help="The figure (.png, .jpg, .svg, ...). [default: KIND.png]")
     ] = None,
     policies: Annotated[
-        str, typer.Option(help="As for eval; lorenz draws the score of the first.")
+        str,
+        typer.Option(
+            help="As for eval; lorenz draws the score of the first.",
+            callback=checked(check_variants),
+        ),
     ] = "prefixkv,xkv,squeeze,pyramidkv,snapkv",
     budget: Annotated[str, typer.Option(help="As for eval.")] = "0.2",
     profile: Annotated[
@@ -280,16 +307,11 @@ def plot_command(
     device_map: arguments.MapOption = None,
 ) -> None:
     """Draw what policies keep of one prompt."""
-    from mmkv import chat
     from mmkv.picture import check_format
 
     from . import draw
-    from .prompts import encode_prompts, encode_samples, token_counter
     from .suites.registry import BUILTIN, default_data, load_suite
-    from .variants import parse_options, parse_variants, split
 
-    if kind not in PLOTS:
-        raise ValueError(f"plot {kind!r}: expected one of {', '.join(PLOTS)}")
     size, *more_budgets = budget_list(budget)
     if more_budgets:
         raise ValueError(f"--budget {budget}: a plot has one budget")
@@ -299,15 +321,22 @@ def plot_command(
     if kind == "heads":
         typer.echo(f"wrote {draw.save(draw.heads(profile, model), path)}")
         return
-    options = parse_options(option or [])
     uses_suite = any(x is not None for x in (suite, data, image_folder))
     suite = suite or "description"
     data = data or default_data(suite, model)
-    variants = parse_variants(split(policies), options, builtin=data == BUILTIN)
     fields: Any = {"first": sample, "limit": sample + 1, "image_folder": image_folder}
     samples = load_suite(suite, data, count=token_counter(model), **fields)
     if not samples:
         raise ValueError(f"--sample {sample}: the suite has fewer")
+
+    # These import torch.
+    from mmkv import chat
+
+    from .prompts import encode_prompts, encode_samples
+    from .variants import parse_options, parse_variants
+
+    options = parse_options(option or [])
+    variants = parse_variants(split(policies), options, builtin=data == BUILTIN)
     loaded = chat.load(model, device, dtype, device_map)
     title = f"{Path(model).name}, {suite} {samples[0].id}"
     if not uses_suite and not loaded.reads_pictures:

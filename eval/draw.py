@@ -102,8 +102,7 @@ def _log(axis: Any) -> None:
 def curves(report: Report) -> Figure:
     """Draw each metric against the budget in a panel of its own, one line a policy."""
     budgets = sorted(report.budgets, key=float)
-    known = report.summaries[""]["retained"].notna().any()
-    metrics = [*report.shown, *(["retained"] if known else [])]
+    metrics = report.curves
     figure, axes = _panels(len(metrics))
     full = report.figures(FULL, 1.0)
     in_fractions = all(isinstance(b, float) for b in budgets)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mmkv.chat import Loaded, adds_special, encode_messages, on_device, split_inputs
 from mmkv.context_texts import left_padded
-from mmkv.loading.models import load_tokenizer
 
 from .samples import DataError, Sample, read_image
 from .suites import files
@@ -155,13 +153,6 @@ def _context_of(prompt: str, sample: Sample) -> str:
 def longest(model: Any) -> int | None:
     """Return the longest sequence of tokens that a model's text config allows; None: unknown."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def token_counter(name: str) -> Callable[[str], int]:
-    """Return a function that counts a text's tokens; its first call loads the tokenizer."""
-    tokenizer = cache(lambda: load_tokenizer(name))
-    options: Any = {"add_special_tokens": False, "verbose": False}  # no warning on long texts
-    return lambda text: len(tokenizer()(text, **options)["input_ids"])
 
 
 def read_prompts(path: Path) -> list[Prompt]:

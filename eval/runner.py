@@ -24,7 +24,16 @@ from mmkv.terminal import bar, say
 from .measure import COMPARED, Batch, Job, measure
 from .prompts import Encoder, longest
 from .samples import Sample
-from .store import FULL, METRICS, Row, Store, describe_environment, digest, file_digests, key_of
+from .store import (
+    FULL,
+    Row,
+    Store,
+    check_metrics,
+    describe_environment,
+    digest,
+    file_digests,
+    key_of,
+)
 from .variants import Variant, parse_variants
 
 
@@ -60,9 +69,10 @@ def run(
         samples: of one suite; `model_name`, `data` and `limit` are only recorded.
         policies, options: see `parse_variants`. "full" is added if the metrics compare with it.
         budgets: fractions of the prompt, or numbers of tokens.
-        metrics: of `METRICS`: perplexity of the answer; divergence of the next-token distributions
-            from the full cache's, and the share of the same next tokens, along a text's
-            continuation or the full cache's reply; ROUGE-L against that reply; the sample's metric.
+        metrics: of `store.METRICS`: perplexity of the answer; divergence of the next-token
+            distributions from the full cache's, and the share of the same next tokens, along a
+            text's continuation or the full cache's reply; ROUGE-L against that reply; the sample's
+            metric.
         out: the run's folder; see `mmkv.eval.store`.
         batch_size: samples at once. With several processes, at most samples / processes.
         max_length: tokens to which long prompts may be cut; by default the model's length.
@@ -179,9 +189,7 @@ def check_arguments(
     builtin: bool = False,
 ) -> list[Variant]:
     """Return the policies, the full cache first. Raises ValueError for bad arguments."""
-    unknown = [m for m in metrics if m not in METRICS]
-    if unknown or not metrics:
-        raise ValueError(f"metric {(unknown or [''])[0]!r}: expected some of {', '.join(METRICS)}")
+    check_metrics(metrics)
     if not budgets or not policies:
         raise ValueError("no budgets" if policies else "no policies")
     variants = parse_variants(policies, options, builtin=builtin)

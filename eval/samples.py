@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmkv.loading import untrusted
+from mmkv.names import unknown
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -41,7 +42,7 @@ class Request:
         """Return the requested tasks, by default all. Raises ValueError if one is unknown."""
         names = list(known)
         if wrong := [name for name in self.tasks or () if name not in names]:
-            raise ValueError(f"tasks must be among {names}, got {wrong}")
+            raise ValueError(unknown("task", wrong[0], names))
         return list(dict.fromkeys(self.tasks or names))
 
     def in_turns(
@@ -119,6 +120,7 @@ class Suite:
     options: tuple[str, ...] = ()  # of a request, that it takes: "tasks", "length", "questions"
     words: tuple[str, ...] = ()  # that `data` may be: "stdlib", "drawings"
     wants: str = ""  # description of `data`, for a suite without built-in data
+    lengths: tuple[int, ...] = ()  # tokens of built-in prompts, if `options` have "length"
 
 
 def _picture_digest(image: Any) -> str:

@@ -22,11 +22,18 @@ Key = tuple[str, str, int]
 # Names in rows: the full cache, metrics, and a policy's option that hides questions.
 FULL, METRICS = "full", ("ppl", "divergence", "next", "rouge", "score")
 QUESTION, HIDDEN = "question", "hidden"
+QUESTIONS = ("visible", HIDDEN, "both")
 _SETTINGS, _ROWS = "run.json", "rows.jsonl"
 
 
 class RunError(ValueError):
     """A run's folder cannot be used; the message names the file."""
+
+
+def check_metrics(names: Sequence[str]) -> None:
+    """Raise ValueError if a metric is unknown, or none is named."""
+    if unknown := [name for name in names or [""] if name not in METRICS]:
+        raise ValueError(f"metric {unknown[0]!r}: expected some of {', '.join(METRICS)}")
 
 
 def key_of(row: Row) -> Key:

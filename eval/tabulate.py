@@ -135,6 +135,12 @@ class Report:
         # The metrics in the cells of the main table.
         self.shown = [m for m in METRICS if self.summaries[""][m].notna().any()]
 
+    @property
+    def curves(self) -> list[str]:
+        """The names of the figures that are drawn against the budget."""
+        known = self.summaries[""]["retained"].notna().any()
+        return [*self.shown, *(["retained"] if known else [])]
+
     def figures(self, policy: str, budget: float | int, what: str = "", name: str = "") -> Any:
         """Return a cell's `FIGURES`, of all samples or a "task" or "tag"; NaN without rows."""
         key = (policy, repr(1.0 if _keeps_all(policy) else budget), *([name] if what else []))
@@ -338,6 +344,8 @@ class Comparison:
         self.points = pd.concat(parts, ignore_index=True)
         if self.points.empty:
             raise RunError(f"{folders[0]}: no policy but the full cache was measured")
+        if not self.sections():
+            raise RunError(f"{folders[0]}: no metric was measured in every run of a suite")
 
     def sections(self) -> list[tuple[str, list[str], Any]]:
         """Return title, metrics and points of each section; all of its runs have these metrics."""

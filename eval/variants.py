@@ -9,20 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mmkv.budgets import note, number, parse
+from mmkv.budgets import note, number
 from mmkv.cache import quantize
 from mmkv.policy import Policy
 from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
 from mmkv.wrapping import comparing, wrapped
 
-from .store import HIDDEN, QUESTION
+from .store import HIDDEN, QUESTION, QUESTIONS
 
 logger = logging.getLogger(__name__)
 
 # Built-in prompts are short: a window of 32 tokens would exceed a budget of a tenth.
 BUILTIN_WINDOW = 8
 PROFILE, KV_DTYPE, CHUNKS = "profile", "kv_dtype", "evict_chunks"
-QUESTIONS = ("visible", HIDDEN, "both")
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,6 @@ def with_question(policies: Sequence[str], question: str) -> list[str]:
     return texts
 
 
-def split(text: str) -> list[str]:
-    """Return the names in a text that commas separate."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     """Return options from "key=value" texts; a value is JSON, or else a word. Raises ValueError."""
     options: dict[str, Any] = {}
@@ -170,7 +164,7 @@ def plugin_arguments(
     chosen = get_policy(policy, **{k: v for k, v in policy_options.items() if k != KV_DTYPE})
     size = None
     if chosen.layers.retention is None and profile is None and budget is not None:
-        size = parse(budget) if isinstance(budget, str) else number(budget)
+        size = number(budget)
         if warning := note(size):
             logger.warning(warning)
     return size, policy_options, {k: v for k, v in kwargs.items() if k not in names | {"plugin"}}

@@ -17,15 +17,25 @@ _MOST = 2**31  # more tokens than any prompt has, and small enough for arithmeti
 def number(budget: Any) -> float | int:
     """Convert a budget to a float, the fraction kept, or an int, the tokens per layer and head.
 
-    NumPy's numbers, `Fraction` and `Decimal` are accepted too.
+    NumPy's numbers, `Fraction` and `Decimal` are accepted too, and texts as on a command line.
     """
+    if isinstance(budget, str):
+        return parse(budget)
     if isinstance(budget, bool) or not isinstance(budget, Real | Decimal):
-        raise ValueError(f"budget={budget!r}: expected a float in (0, 1] or an int of at least 1")
+        raise ValueError(
+            f"budget={budget!r}: expected a float in (0, 1], a text such as '20%', or an int of at "
+            "least 1"
+        )
+    return _in_range(budget, f"budget={budget}")
+
+
+def _in_range(budget: Any, shown: str) -> float | int:
+    """Return a number as a budget; the error for one out of range begins with `shown`."""
     if isinstance(budget, Integral):
         if budget < 1:
-            raise ValueError(f"budget={budget}: an int is the number of tokens kept, at least 1")
+            raise ValueError(f"{shown}: an int is the number of tokens kept, at least 1")
         if int(budget) > _MOST:
-            raise ValueError(f"budget={budget}: an int is the tokens kept, at most {_MOST}")
+            raise ValueError(f"{shown}: an int is the tokens kept, at most {_MOST}")
         return int(budget)
     # By its text, so that a float32 of 0.2 is 0.2 and not 0.20000000298.
     exact = isinstance(budget, float | Fraction)
@@ -35,8 +45,7 @@ def number(budget: Any) -> float | int:
         fraction = math.inf
     if not 0 < fraction <= 1:
         raise ValueError(
-            f"budget={budget}: a float is the fraction kept, in (0, 1]; "
-            "use an int for a number of tokens"
+            f"{shown}: a float is the fraction kept, in (0, 1]; use an int for a number of tokens"
         )
     return fraction
 
@@ -81,7 +90,7 @@ def parse(text: str) -> float | int:
             f"budget {text!r}: expected a fraction such as 0.2 or 20%, or a number of tokens such "
             "as 200"
         ) from None
-    return number(budget)
+    return _in_range(budget, f"budget={text}")
 
 
 def parse_list(text: str) -> list[float | int]:

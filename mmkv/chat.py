@@ -16,13 +16,14 @@ from PIL import Image
 from torch import Tensor
 
 from mmkv import adapters, budgets
-from mmkv.loading import models, untrusted
+from mmkv.loading import models
+from mmkv.loading.names import DTYPES
+from mmkv.names import split_pair
 from mmkv.picture import check_size
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
 from mmkv.registry import option_types, policy_class
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 # Used where neither the user, the policy nor the profile gives a budget.
 DEFAULT_BUDGET = 0.2
 
@@ -69,11 +70,8 @@ def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
     types = option_types(policy_class(policy))
     options: dict[str, Any] = {}
     for pair in pairs:
-        name, equals, text = pair.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or not name:
-            raise ValueError(f"option {pair!r}: expected name=value, such as window=16")
-        options[name] = parse_value(name, text.strip(), types.get(name, str))
+        name, text = split_pair(pair)
+        options[name] = parse_value(name, text, types.get(name, str))
     return options
 
 
@@ -105,14 +103,6 @@ def flat(hint: Any) -> list[Any]:
     """Return the types and literal values of an annotation."""
     args = get_args(hint)
     return [x for arg in args for x in flat(arg)] if args else [hint]
-
-
-def read_picture(path: str | Path) -> Image.Image:
-    """Return a picture as RGB, upright; an error names the file."""
-    try:
-        return untrusted.read_picture(path, untrusted.upright)
-    except untrusted.PictureError as error:
-        raise ValueError(f"cannot read picture {str(path)!r}: {error}") from error
 
 
 def load(

@@ -25,7 +25,7 @@ from mmkv.forcing import Scored, checked_inputs, log_probabilities, replies, sco
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
 from mmkv.registry import get_policy
-from mmkv.terminal import Table, bar
+from mmkv.terminal import Table, bar, plain
 from mmkv.wrapping import wrapped
 
 Row = dict[str, Any]
@@ -311,6 +311,10 @@ class CheckReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
         return asdict(self) | {"smallest": self.smallest, "verdict": self.verdict}
+
+    def __str__(self) -> str:
+        """Return the table that the terminal shows."""
+        return plain(self)
 
     def __rich__(self) -> Group:
         """Return a table for the terminal, with the verdict and the notes."""

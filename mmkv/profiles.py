@@ -129,7 +129,7 @@ class Profile:
             fractions = _numbers(data.get("fractions"), "fractions", 1)
             return cls(fractions, budget=_number(data.get("budget"), "budget"), **known)
 
-    def check(self, config: Any, n_layers: int, budget: SupportsFloat | None) -> None:
+    def check(self, config: Any, n_layers: int, budget: SupportsFloat | str | None) -> None:
         """Refuse a profile that was measured on another model, or with another budget."""
         by_head = self.curves.costs if self.curves else self.visual or self.retrieval
         n = len(by_head or self.fractions)
@@ -154,7 +154,7 @@ def read(
     profile: Profile | str | os.PathLike[str],
     config: Any,
     n_layers: int,
-    budget: SupportsFloat | None,
+    budget: SupportsFloat | str | None,
 ) -> Profile:
     """Return a profile, read if it is a path, after a check that it fits the decoder and budget.
 

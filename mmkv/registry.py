@@ -7,11 +7,9 @@ fails to load, it is skipped with a warning, and looking up its policy raises an
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import logging
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -23,6 +21,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from mmkv import names
 from mmkv.digest import of_file
 from mmkv.parts import KINDS, OPTIONAL, Part, discover, path_of, register_part, registered
 from mmkv.policy import Policy
@@ -30,8 +29,6 @@ from mmkv.policy import Policy
 log = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=type[Policy])
-# Entry points of policies, and of parts.
-_GROUPS = ("mmkv.policies", "mmkv.parts")
 _policies: dict[str, type[Policy]] = {}  # by name and alias
 # Hashes of the plugin files that were loaded, by path.
 plugins: dict[str, str] = {}
@@ -83,11 +80,11 @@ def policy_class(name: str) -> type[Policy]:
     if (cls := _find(name)) is not None:
         return cls
     for skipped, (where, error) in _skipped.items():
-        if _key(skipped) == _key(name):
+        if names.key(skipped) == names.key(name):
             raise ValueError(
                 f"policy {skipped!r} of {where} could not be loaded: {_reason(error)}"
             ) from error
-    raise ValueError(_unknown("policy", name, sorted(_policies)))
+    raise ValueError(names.unknown("policy", name, sorted(_policies)))
 
 
 def get_policy(name: str, **options: Any) -> Policy:
@@ -100,14 +97,14 @@ def get_policy(name: str, **options: Any) -> Policy:
     cls = policy_class(name)
     known = option_types(cls)
     for option in options:
-        if option == "compression_ratio":  # what other libraries call it
+        if option == names.DROPPED:
             share = options[option]
             budget = f"={1 - share:g}" if isinstance(share, float) else ""
             raise ValueError(
                 f"compression_ratio={share} says what is dropped: give what is kept, budget{budget}"
             )
         if option not in known:
-            raise ValueError(_unknown(f"option of policy {cls.name!r}", option, [*known]))
+            raise ValueError(names.unknown(f"option of policy {cls.name!r}", option, [*known]))
     return cls.of(**options)
 
 
@@ -127,7 +124,7 @@ def list_parts(kind: str) -> dict[str, type[Part]]:
         ValueError: the kind does not exist.
     """
     if kind not in KINDS:
-        raise ValueError(_unknown("kind of part", kind, [*KINDS]))
+        raise ValueError(names.unknown("kind of part", kind, [*KINDS]))
     _load_all()
     return {name: cls for (k, name), cls in sorted(registered.items()) if k == kind}
 
@@ -140,8 +137,8 @@ def option_types(cls: type[Policy]) -> dict[str, Any]:
         types[field.name] = own_types[field.name]
         if field.name in KINDS:
             parts = list_parts(field.name)
-            names = [*parts, *(["none"] if field.name in OPTIONAL else [])]
-            types[field.name] = Literal[tuple(names)]  # type: ignore[valid-type]
+            choices = [*parts, *(["none"] if field.name in OPTIONAL else [])]
+            types[field.name] = Literal[tuple(choices)]  # type: ignore[valid-type]
             for part in parts.values():
                 hints = _hints(part)
                 types |= {f.name: hints[f.name] for f in fields(part)}
@@ -151,13 +148,10 @@ def option_types(cls: type[Policy]) -> dict[str, Any]:
 _hints = cache(get_type_hints)
 
 
-def _key(name: str) -> str:
-    """Normalise a name: "Ada-PyramidKV" and "ada_pyramidkv" give the same key."""
-    return re.sub("[-_ ]", "", name).casefold()
-
-
 def _find(name: str) -> type[Policy] | None:
-    return next((cls for spelled, cls in _policies.items() if _key(spelled) == _key(name)), None)
+    return next(
+        (cls for spelled, cls in _policies.items() if names.key(spelled) == names.key(name)), None
+    )
 
 
 def _is_builtin(cls: type) -> bool:
@@ -173,7 +167,7 @@ def _load_all() -> None:
         discover()
         _loaded = True
         # Parts first, as policies may use them.
-        entries = [x for group in _GROUPS for x in entry_points(group=group)]
+        entries = [x for group in names.GROUPS for x in entry_points(group=group)]
         for entry in sorted(entries, key=lambda x: (x.group, _origin(x), x.name)):
             try:
                 with _all_or_nothing():
@@ -202,8 +196,7 @@ def load_plugin(path: str | os.PathLike[str]) -> None:
     """Run a Python file that registers policies or parts."""
     _load_all()
     file = Path(path)
-    if file.suffix != ".py" or not file.is_file():
-        raise ValueError(f"plugin {str(path)!r}: expected a Python file")
+    names.check_plugin(file)
     # A name that no other module has, so that a file random.py does not replace Python's own.
     name = f"mmkv_plugin_{file.stem}"
     spec: Any = importlib.util.spec_from_file_location(name, file.resolve())
@@ -253,9 +246,3 @@ def _origin(entry: EntryPoint) -> str:
 
 def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _unknown(what: str, name: str, candidates: list[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), candidates, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"unknown {what} {name!r}.{hint} Known: {', '.join(candidates)}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmkv.terminal import Table
+from mmkv.terminal import Table, plain
 
 if TYPE_CHECKING:
     from mmkv.cache.state import CacheState
@@ -128,6 +128,10 @@ class CacheReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """Return the table that the terminal shows."""
+        return plain(self)
 
     def __rich__(self) -> Table:
         """Return a table for the terminal, without columns of which all values are unknown."""

@@ -43,6 +43,17 @@ def console() -> Console:
     return screen if seen else Console(width=_FILE_WIDTH)
 
 
+def plain(shown: Any) -> str:
+    """Return what the terminal shows of an object that rich prints, without colours."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    file = StringIO()
+    Console(file=file, width=console().width).print(shown)
+    return file.getvalue().rstrip("\n")
+
+
 def write(screen: Console, text: Any, style: str | None = None) -> None:
     """Print a line, without wrapping or markup, or a table."""
     wrap = isinstance(text, str)

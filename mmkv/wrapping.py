@@ -46,7 +46,7 @@ _comparing = ContextVar("mmkv_comparing", default=False)
 def wrap(
     model: M,
     policy: str | Policy = "condense",
-    budget: SupportsFloat | None = None,
+    budget: SupportsFloat | str | None = None,
     *,
     profile: profiles.Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,
@@ -60,10 +60,10 @@ def wrap(
         model: a `from_pretrained` object, see `mmkv.adapters` for the supported classes; or one
             inside PEFT, torch.compile or DataParallel.
         policy: a registered name (`mmkv.list_policies()`) or a `Policy`.
-        budget: what is kept. A float in (0, 1] is the fraction of the prompt's key-value pairs,
-            averaged over layers and heads; 1.0 keeps everything, in decoding too. An int is the
-            mean number of tokens per layer and head. NumPy's numbers, `Fraction` and `Decimal` are
-            accepted too.
+        budget: what is kept. A float in (0, 1], or a text such as "20%", is the fraction of the
+            prompt's key-value pairs, averaged over layers and heads; 1.0 keeps everything, in
+            decoding too. An int is the mean number of tokens per layer and head. NumPy's numbers,
+            `Fraction` and `Decimal` are accepted too.
         profile: measured by `mmkv.calibrate`, or a file of it. Kept fractions replace the policy's
             layer sizes and give the budget where none is named; cost curves and visual scores
             replace layer and head sizes. None: policies with heads="retrieval", "calibrated" or
@@ -146,7 +146,7 @@ def planned(
     model: Any,
     parts: adapters.Adapter,
     chosen: Policy,
-    budget: SupportsFloat | None,
+    budget: SupportsFloat | str | None,
     *,
     profile: profiles.Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,

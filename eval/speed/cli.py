@@ -14,19 +14,50 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv.eval.arguments import BudgetsOption, budget_list, commands
-from mmkv.options import MODELS, DeviceOption, DtypeOption, PairsOption, PluginOption, ProfileOption
+from mmkv.eval.arguments import (
+    BudgetsOption,
+    budget_list,
+    check_variants,
+    commands,
+    split,
+    token_counter,
+)
+from mmkv.eval.speed.cards import CARDS
+from mmkv.loading.names import DTYPES, NAMES, file_of
+from mmkv.options import (
+    MODELS,
+    DeviceOption,
+    DtypeOption,
+    KvDtypeOption,
+    PairsOption,
+    PluginOption,
+    PolicyName,
+    ProfileOption,
+    checked,
+    one_of,
+)
 from mmkv.terminal import Table, check_place, console, say, show_errors, tell, wait_asleep
 
 if TYPE_CHECKING:
     from mmkv.chat import Loaded
     from mmkv.eval.speed.bench import Setting
 
-_MODELS = (
-    f"{MODELS}; or random weights: llama-120m-random, llama-7b-2-layers-random, llama-8b-random, "
-    "llava-1.5-7b-random, llava-1.5-13b-random, mistral-7b-random."
+# Models with random weights (`mmkv.eval.speed.models`), and sets of rows (`mmkv.eval.speed.bench`).
+RANDOM = (
+    *("llama-120m-random", "llama-7b-2-layers-random", "llama-8b-random"),
+    *("llava-1.5-7b-random", "llava-1.5-13b-random", "mistral-7b-random"),
 )
-_Model = Annotated[str, typer.Option(help=_MODELS)]
+PRESETS = ("ci", "prefixkv", "xkv", "squeeze")
+_MODELS = f"{MODELS}; or random weights: {', '.join(RANDOM)}."
+
+
+def _check_model(name: str) -> None:
+    if name not in RANDOM and name.endswith("-random"):
+        raise ValueError(f"model {name!r}: expected one of {', '.join(RANDOM)}")
+    file_of(name, (*NAMES, *RANDOM))
+
+
+_Model = Annotated[str, typer.Option(help=_MODELS, callback=checked(_check_model))]
 bench = typer.Typer(rich_markup_mode=None)
 commands.add_typer(bench, name="bench", short_help="Measure the speed and memory of policies.")
 
@@ -40,12 +71,16 @@ def bench_command(
     new: Annotated[int, typer.Option(min=2, help="Tokens generated in each round.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 4,
     policies: Annotated[
-        str, typer.Option(help="Names, or name:option=value:option=value, with commas between.")
+        str,
+        typer.Option(
+            help="Names, or name:option=value:option=value, with commas between.",
+            callback=checked(check_variants),
+        ),
     ] = "full,snapkv,adakv,prefixkv",
     budgets: BudgetsOption = "0.2",
     plugin: PluginOption = None,
     preset: Annotated[
-        str, typer.Option(help="ci, prefixkv, xkv, squeeze: in place of all the above.")
+        str, typer.Option(help=f"{', '.join(PRESETS)}: in place of all the above.")
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Replies timed for each row.")] = 6,
     minutes: Annotated[float, typer.Option(min=0.0, help="Time limit on rounds.")] = 0.0,
@@ -75,38 +110,37 @@ def bench_command(
         if typed:
             raise ValueError(f"--{typed[0]} stands before {command!r}, which has its own options")
         return
-    from mmkv.eval.prompts import token_counter
-    from mmkv.eval.speed.bench import PRESETS, Setting, make_rows
-    from mmkv.eval.speed.models import SHAPES
-    from mmkv.eval.suites.registry import load_suite
-    from mmkv.eval.variants import split
-    from mmkv.loading.models import find_device
-
     until = time.monotonic() + 60 * (minutes or math.inf)
-    if unknown := [x for x in split(preset) if x not in PRESETS]:
+    presets = split(preset)
+    if unknown := [x for x in presets if x not in PRESETS]:
         raise ValueError(f"preset {unknown[0]!r}: expected {', '.join(PRESETS)}")
-    settings = [setting for name in split(preset) for setting in PRESETS[name]]
     replaced = ("model", "prompt", "new", "batch", "policies", "budgets")
-    if settings and (conflicting := [name for name in replaced if name in typed]):
+    if presets and (conflicting := [name for name in replaced if name in typed]):
         raise ValueError(f"--preset names the {conflicting[0]} too: drop --{conflicting[0]}")
-    if not settings:
-        for name, text in (("policies", policies), ("budgets", budgets)):
-            if not split(text):
-                raise ValueError(f"--{name} {text!r} names none")
-        policies_budgets = tuple(split(policies)), tuple(budget_list(budgets))
-        settings = [Setting("bench", model, prompt, new, batch, *policies_budgets)]
+    for name, text in (("policies", policies), ("budgets", budgets)):
+        if not split(text):
+            raise ValueError(f"--{name} {text!r} names none")
+    sizes = tuple(budget_list(budgets))
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     check_place(out.parent)
+
+    # These import torch.
+    from mmkv.eval.speed import bench as benchmark
+    from mmkv.eval.suites.registry import load_suite
+    from mmkv.loading.models import find_device
+
+    settings = [setting for name in presets for setting in benchmark.PRESETS[name]]
+    if not settings:
+        of_options = model, prompt, new, batch, tuple(split(policies)), sizes
+        settings = [benchmark.Setting("bench", *of_options)]
     if str(find_device(device)) == "cpu" and preset not in ("", "ci"):
         raise ValueError(f"--preset {preset} is for a GPU: its models have 7B and more")
     for setting in settings:
-        make_rows(setting, kvpress=False)
-        if setting.model.endswith("-random") and setting.model not in SHAPES:
-            raise ValueError(f"model {setting.model!r}: expected one of {', '.join(SHAPES)}")
+        benchmark.make_rows(setting, kvpress=False)
     samples = dict[str, list[Any]]()
     if data is not None:
-        if preset or model in SHAPES:
+        if preset or model in RANDOM:
             raise ValueError(f"--data {data}: models with random weights read no texts")
         request: Any = {"limit": 10, "length": prompt, "count": token_counter(model)}
         for suite, task in (("documents", "text"), ("ruler", "niah_single_2")):
@@ -226,52 +260,54 @@ def serve_command(
 @commands.command("plan", short_help="Compute bounds on memory, times and batches.")
 @show_errors
 def plan_command(
-    model: Annotated[str, typer.Argument(help=_MODELS)],
+    model: Annotated[str, typer.Argument(help=_MODELS, callback=checked(_check_model))],
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 4096,
     new: Annotated[int, typer.Option(min=1, help="Tokens generated.")] = 256,
-    policy: Annotated[str, typer.Option(help="See mmkv policies.")] = "condense",
+    policy: PolicyName = "condense",
     budget: Annotated[str, typer.Option(help="A share of the prompt, or tokens.")] = "0.2",
     option: PairsOption = None,
     plugin: PluginOption = None,
     profile: ProfileOption = None,
     gpu: Annotated[
-        str, typer.Option(help="h200, h100, a100, a100-40, l40s, a6000, rtx4090.")
+        str, typer.Option(help=f"{', '.join(CARDS)}.", callback=one_of("gpu", CARDS))
     ] = "h100",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    kv_dtype: Annotated[str | None, typer.Option(help="int8 or int4.")] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(help="bfloat16, float16 or float32.", callback=one_of("dtype", DTYPES[1:])),
+    ] = "bfloat16",
+    kv_dtype: KvDtypeOption = None,
 ) -> None:
     """Bound bytes, times and batches from a model's config alone.
 
     Times are lower bounds by a card's published speed; real ones are longer. Only the config is
     read, no weights.
     """
+    from mmkv.budgets import parse
+
+    size = parse(budget)
+
     import torch
 
     from mmkv import adapters
-    from mmkv.budgets import parse
     from mmkv.chat import parse_options
     from mmkv.eval.speed.models import SHAPES, make
-    from mmkv.eval.speed.plan import CARDS, Load, Sizes, plan
+    from mmkv.eval.speed.plan import Load, Sizes, plan
     from mmkv.loading.models import empty
     from mmkv.registry import get_policy
     from mmkv.wrapping import planned
 
-    if gpu not in CARDS:
-        raise ValueError(f"gpu {gpu!r}: expected one of {', '.join(CARDS)}")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"dtype {dtype!r}: expected bfloat16, float16 or float32")
     chosen = get_policy(policy, **parse_options(policy, option or []))
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
     _warn_beyond(net, prompt + new)
     if profile is not None:
-        config, _ = planned(net, adapters.find(net), chosen, parse(budget), profile=profile)
+        config, _ = planned(net, adapters.find(net), chosen, size, profile=profile)
         chosen = config.policy
     sizes = Sizes.of(net)
     load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))
-    smaller = plan(sizes, load, card, chosen, parse(budget), kv_dtype)
+    smaller = plan(sizes, load, card, chosen, size, kv_dtype)
     name = " ".join(filter(None, (policy, budget, kv_dtype)))
     cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
     rows = [(label, [*figures.values()]) for label, figures in cells.items()]

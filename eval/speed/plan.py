@@ -19,30 +19,13 @@ from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import group_rows
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.calls import cache_in
+from mmkv.eval.speed.cards import Card
 from mmkv.parts.slots import Ratio
 from mmkv.policy import Policy
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
 from mmkv.sizes.profiled import HeadsByWeight
 
-
-class Card(NamedTuple):
-    """A GPU by its data sheet: bytes, bytes a second, dense 16-bit operations a second."""
-
-    memory: float
-    bandwidth: float
-    flops: float
-
-
-CARDS = {
-    "h200": Card(141e9, 4.8e12, 989e12),
-    "h100": Card(80e9, 3.35e12, 989e12),
-    "a100": Card(80e9, 2.04e12, 312e12),
-    "a100-40": Card(40e9, 1.56e12, 312e12),
-    "l40s": Card(48e9, 0.864e12, 362e12),
-    "a6000": Card(48e9, 0.768e12, 155e12),
-    "rtx4090": Card(24e9, 1.008e12, 165e12),
-}
 # Usable share of a card's memory; the rest is for the CUDA context and fragmentation.
 _USABLE = 0.95
 

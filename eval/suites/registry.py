@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mmkv.eval.samples import Request, Sample, Suite
-from mmkv.loading.models import SMOLLM2_VISION
+from mmkv.loading.names import SMOLLM2_VISION
+from mmkv.names import unknown
 
 from . import continuation, description, documents, longbench, mmvet, needle, ruler, summaries
 from .files import DRAWINGS, STDLIB, stands_for
@@ -52,7 +53,7 @@ def load_suite(
         DataError: a file is not what the suite expects.
     """
     if name not in SUITES:
-        raise ValueError(f"suite must be one of {sorted(SUITES)}, got {name!r}")
+        raise ValueError(unknown("suite", name, sorted(SUITES)))
     suite, published = SUITES[name], str(data) != BUILTIN
     request = Request(data=Path(data), **fields)
     if request.limit is not None and request.limit < 1:
@@ -64,7 +65,12 @@ def load_suite(
     has_length = "length" in suite.options
     if request.length is not None and not (published and has_length):
         data_name = "the built-in data" if has_length else f"suite {name!r}"
-        raise ValueError(f"length={request.length}: {data_name} has lengths of its own")
+        lengths = f" ({', '.join(map(str, suite.lengths))})" if has_length and suite.lengths else ""
+        other = f", or read other data: --data {STDLIB}" if has_length else ""
+        raise ValueError(
+            f"length={request.length}: {data_name} has lengths of its own{lengths}: leave it "
+            f"out{other}"
+        )
     drawn = stands_for(request.data, DRAWINGS)
     if drawn and DRAWINGS not in suite.words:
         drawing_suites = ", ".join(x for x, other in SUITES.items() if DRAWINGS in other.words)

@@ -13,7 +13,8 @@ import itertools
 import random
 import string
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,10 @@ def load(request: Request) -> Iterator[Sample]:
         file = _READINGS[without_data[0]][0]
         raise DataError(f"{request.data}: the task {without_data[0]} needs a {file} there")
 
+    contexts = _Contexts(words, readings, request)
+
     def make(name: str, number: int) -> list[Sample]:
-        if name in without_data:
-            return []
-        return _generated(name, number, words, readings.get(name, []), request)
+        return [] if name in without_data else contexts.samples(name, number)
 
     return request.in_turns(TASKS, EACH, make)
 
@@ -69,41 +70,63 @@ def builtin(request: Request) -> Iterator[Sample]:
     return request.in_turns(BUILTIN, EACH, make)
 
 
-def _generated(
-    name: str, number: int, words: list[str], readings: list[Reading], request: Request
-) -> list[Sample]:
-    """Return samples of context `number` of a task, one for each of up to `request.questions`. The
-    context is as long as fits the length together with its longest question and an answer."""
-    length, count = request.length or LENGTH, request.count
-    make, haystack, new = TASKS[name]
-    if name == "cwe" and length < LENGTH:
-        make = partial(make, often=10, seldom=1)
+@dataclass(frozen=True)
+class _Contexts:
+    """Contexts of the tasks on passages by task, or on words of a haystack."""
 
-    def context(size: int) -> tuple[str, list[Question]]:
+    words: Sequence[str]
+    readings: Mapping[str, list[Reading]]
+    request: Request
+
+    @property
+    def length(self) -> int:
+        """Tokens of a context with its longest question and an answer, at most."""
+        return self.request.length or LENGTH
+
+    def make(self, name: str, number: int, size: int) -> tuple[str, list[Question]]:
+        """Return a context of about `size` words, and up to `request.questions` questions."""
+        parts_of, haystack, _ = TASKS[name]
+        if name == "cwe" and self.length < LENGTH:
+            parts_of = partial(parts_of, often=10, seldom=1)
         rng = random.Random(f"ruler:{name}:{number}")
-        header, hidden, questions = make(rng, size, readings)
+        header, hidden, questions = parts_of(rng, size, self.readings.get(name, []))
         parts = list[str]()  # without a haystack there are only the hidden parts
         if haystack == "noise":
             parts = sentences((_NOISE * (size // 16 + 1)).strip())[: size // 4]
         elif haystack == "text":
-            start = rng.randrange(max(1, len(words) - size))
-            parts = words[start : start + size]
+            start = rng.randrange(max(1, len(self.words) - size))
+            parts = [*self.words[start : start + size]]
         # The hidden parts keep their order.
         places = sorted(rng.randrange(len(parts) + 1) for _ in hidden)
         for place, part in reversed(list(zip(places, hidden, strict=True))):
             parts.insert(place, part)
-        return f"{header}{' '.join(parts)}\n\n", questions[: request.questions]
+        return f"{header}{' '.join(parts)}\n\n", questions[: self.request.questions]
 
-    def tokens(size: int) -> int:
-        text, questions = context(size)
-        return max(count(text + question) for question, _ in questions) + new
+    def tokens(self, name: str, number: int, size: int) -> int:
+        """Return the tokens of a context with its longest question and an answer."""
+        (text, questions), (*_, new) = self.make(name, number, size), TASKS[name]
+        return max(self.request.count(text + question) for question, _ in questions) + new
 
-    if tokens(0) > length:
-        raise ValueError(f"length={length}: too short for the task {name}")
-    max_size = min(8 * length, len(words)) if haystack == "text" else 8 * length
-    sizes = range(max_size, 0, -1)
-    size = max_size - bisect.bisect_left(sizes, True, key=lambda size: tokens(size) <= length)
-    return _samples(name, number, *context(size), length, new)
+    def samples(self, name: str, number: int) -> list[Sample]:
+        """Return samples of each question about a context as long as the length allows."""
+        length, (_, haystack, new) = self.length, TASKS[name]
+        if self.tokens(name, number, 0) > length:
+            raise ValueError(self.too_short(name))
+        max_size = min(8 * length, len(self.words)) if haystack == "text" else 8 * length
+        fits = range(max_size, 0, -1)
+        first = bisect.bisect_left(fits, True, key=lambda n: self.tokens(name, number, n) <= length)
+        return _samples(name, number, *self.make(name, number, max_size - first), length, new)
+
+    def too_short(self, name: str) -> str:
+        """Return an error's text for a length that is too short for a task, with ones that do."""
+        tasks = [x for x in self.request.chosen(TASKS) if x not in _READINGS or self.readings[x]]
+        least = {x: max(self.tokens(x, i, 0) for i in range(EACH)) for x in tasks}
+        fitting = ",".join(x for x in tasks if least[x] <= self.length)
+        some = f", or --tasks {fitting}" if fitting else ""
+        return (
+            f"length={self.length}: too short for the task {name}, which needs {least[name]} "
+            f"tokens: use --length {max(least.values())} or more{some}"
+        )
 
 
 def _samples(
@@ -271,4 +294,6 @@ _READINGS = {
     "qa_hotpot": ("hotpot.json", "HotpotQA", _hotpot),
 }
 _OPTIONS = ("tasks", "length", "questions")
-SUITE = Suite(load, builtin, note=NOTE, options=_OPTIONS, words=(files.STDLIB,))
+SUITE = Suite(
+    load, builtin, note=NOTE, lengths=BUILTIN_LENGTHS, options=_OPTIONS, words=(files.STDLIB,)
+)

@@ -10,19 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
-from mmkv.loading import models
-from mmkv.loading.models import WEIGHTS
+from mmkv.loading import names
+from mmkv.loading.names import WEIGHTS
 
 if TYPE_CHECKING:
+    import torch
     from transformers import LlavaForConditionalGeneration, LlavaProcessor
 
 # Printed below their answers, since those about photos are meaningless.
 KNOWS = {
-    models.BUILTIN: "the built-in model knows only drawn, coloured shapes and look-ups in made-up "
+    names.BUILTIN: "the built-in model knows only drawn, coloured shapes and look-ups in made-up "
     "texts",
-    models.SMOLLM2_VISION: "of pictures this model knows only drawn shapes, words and numbers",
+    names.SMOLLM2_VISION: "of pictures this model knows only drawn shapes, words and numbers",
 }
 
 __all__ = ["KNOWS", "WEIGHTS", "example_pictures", "load_builtin"]
@@ -59,23 +58,27 @@ def load_builtin(
     Raises:
         ValueError: another name, or SmolLM2 is neither installed nor on the hub.
     """
+    import torch
+
+    from mmkv.loading import models
+
     if not isinstance(name, str):
-        name, dtype = models.BUILTIN, name or dtype
-    if name not in models.NAMES:
+        name, dtype = names.BUILTIN, name or dtype
+    if name not in names.NAMES:
         raise ValueError(
-            f"built-in model {name!r}: expected {' or '.join(map(repr, models.NAMES))}; "
+            f"built-in model {name!r}: expected {' or '.join(map(repr, names.NAMES))}; "
             "others are loaded by transformers"
         )
-    other = name == models.BUILTIN and Path(weights) != WEIGHTS
+    other = name == names.BUILTIN and Path(weights) != WEIGHTS
     path = str(weights) if other else name
     return models.pretrained(path, dtype=dtype or torch.float32)
 
 
-def example_pictures(name: str = models.BUILTIN) -> list[Path]:
+def example_pictures(name: str = names.BUILTIN) -> list[Path]:
     """Return the shipped example pictures for "smollm2-vision", or for any other model, in order.
 
     They are held-out scenes: `drawings.make_scene(i, count=i + 3, printed=i % 3)` for i = 0 to 3;
     for others `scenes.make_scene(i, count=i + 3)` with smooth edges.
     """
-    folder = "vision" if name == models.SMOLLM2_VISION else "pictures"
+    folder = "vision" if name == names.SMOLLM2_VISION else "pictures"
     return sorted((Path(__file__).parent / folder).glob("*.png"))

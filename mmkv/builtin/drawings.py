@@ -29,7 +29,7 @@ from mmkv.builtin.scenes import (
     plural,
     tinted,
 )
-from mmkv.loading.smollm2_vision import ORDINALS
+from mmkv.loading.names import ORDINALS
 
 Point = tuple[float, float]
 

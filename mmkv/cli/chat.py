@@ -83,6 +83,21 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Answer a question with the full and a compressed cache. Show what was kept."""
+    from mmkv.loading.untrusted import read_named_picture
+
+    paths, question = list(image or []), ""
+    if words:
+        paths, question = _pictures_and_question(words, paths)
+        if context is not None:
+            _check_context(context, paths)
+        if paths:
+            _check_out(out, len(paths))
+    elif context is not None or as_json:
+        name = "--json" if context is None else "--context"
+        raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
+    pictures = [read_named_picture(path) for path in paths]
+
+    # These import torch.
     from mmkv import budgets
     from mmkv import chat as talk
     from mmkv.demo.conversation import Settings
@@ -100,29 +115,13 @@ def chat(
         temperature=temperature,
         seed=seed,
     )
+    settings.chosen()
     if not words:
-        if context is not None or as_json:
-            name = "--json" if context is None else "--context"
-            raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
-        settings.chosen()
-        pictures = [talk.read_picture(path) for path in image or []]
         raise typer.Exit(converse(talk.load(model, device, dtype), settings, *pictures))
-    paths, question = _pictures_and_question(words, image or [])
     if chosen.keeps_all and budget is not None:
         say(f"policy {chosen.name} keeps everything: --budget {budget} is ignored")
     elif note := budgets.note(settings.budget):
         say(note)
-    if context is not None:
-        if context.exists() and paths:
-            raise ValueError(
-                f"--context {context} exists already: leave {paths[0]} out, or name a new file"
-            )
-        if not context.exists() and not paths:
-            raise ValueError(f"--context {context}: no such file; add a picture to create it")
-        check_place(context.parent)
-    if paths:
-        _check_out(out, len(paths))
-    pictures = [talk.read_picture(path) for path in paths]
     loaded = talk.load(model, device, dtype)
     talk.check_pictures(loaded, pictures)
     if context is not None:
@@ -133,6 +132,17 @@ def chat(
         typer.echo(json.dumps(data, indent=2))
     for text, style in () if as_json else lines:
         write(console(), text, style)
+
+
+def _check_context(context: Path, pictures: Sequence[Path]) -> None:
+    """Refuse a context file beside pictures if it exists, without any if it does not."""
+    if context.exists() and pictures:
+        raise ValueError(
+            f"--context {context} exists already: leave {pictures[0]} out, or name a new file"
+        )
+    if not context.exists() and not pictures:
+        raise ValueError(f"--context {context}: no such file; add a picture to create it")
+    check_place(context.parent)
 
 
 def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[Path], str]:
@@ -315,10 +325,11 @@ class Lines:
         from mmkv import budgets
         from mmkv import chat as talk
         from mmkv.demo.conversation import Conversation
+        from mmkv.loading.untrusted import read_named_picture
 
         match name, words:
             case "image", [_, *_]:
-                self.pictures = (talk.read_picture(" ".join(words)),)
+                self.pictures = (read_named_picture(" ".join(words)),)
                 write(self.screen, f"picture: {' '.join(words)}", "dim")
             case "policy", [policy, *options]:
                 self._set(policy=policy, options=talk.parse_options(policy, options))

@@ -10,7 +10,8 @@ import typer
 from mmkv.cli.chat import chat
 from mmkv.cli.serve import serve
 from mmkv.eval.cli import commands as evaluation
-from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption
+from mmkv.loading.names import file_of
+from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption, checked
 from mmkv.terminal import console, show_errors, show_warnings
 
 app = typer.Typer(
@@ -59,7 +60,11 @@ def policies(
 def demo(
     model: Annotated[
         list[str] | None,
-        typer.Option(help=f"{MODELS}; repeat to offer several.", show_default="builtin"),
+        typer.Option(
+            help=f"{MODELS}; repeat to offer several.",
+            show_default="builtin",
+            callback=checked(file_of),
+        ),
     ] = None,
     plugin: PluginOption = None,
     host: Annotated[

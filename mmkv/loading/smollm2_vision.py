@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import load_file
 
 from mmkv.loading import cache_folder, make_once, quiet
+from mmkv.loading.names import ORDINALS
 
 PARTS = Path(__file__).parents[1] / "builtin" / "vision" / "parts.safetensors"
 LORA_SCALE = 2.0  # alpha / rank
 SIDE, PATCH = 192, 16
 IMAGE_TOKENS = (SIDE // PATCH) ** 2
 IMAGE_TOKEN = "<image>"
-ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _RESERVED = "<filename>"  # the special token of SmolLM2 that is renamed to IMAGE_TOKEN
 _TEMPLATE = (
     "{% set names = " + repr(ORDINALS) + " %}{% set seen = namespace(pictures=0) %}"

@@ -69,6 +69,14 @@ def read_picture(
         raise PictureError(f"broken: {' '.join(why.split())}") from error
 
 
+def read_named_picture(path: str | os.PathLike[str]) -> Image.Image:
+    """Return a picture as RGB, upright; the message of an error names the file."""
+    try:
+        return read_picture(path, upright)
+    except PictureError as error:
+        raise ValueError(f"cannot read picture {os.fspath(path)!r}: {error}") from error
+
+
 @contextmanager
 def _strictly() -> Generator[None]:
     """Let Pillow refuse truncated files, and decompression bombs of which it only warns."""

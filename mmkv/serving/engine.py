@@ -118,7 +118,7 @@ class Engine(AbstractContextManager["Engine"]):
         max_new_tokens: int | None = None,
         timeout: float | None = None,
         policy: str | Policy | None = None,
-        budget: SupportsFloat | None = None,
+        budget: SupportsFloat | str | None = None,
         options: Mapping[str, Any] | None = None,
         owner: str | None = None,
     ) -> Reply:
@@ -253,7 +253,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _plan(
         self,
         policy: str | Policy | None,
-        budget: SupportsFloat | None,
+        budget: SupportsFloat | str | None,
         options: Mapping[str, Any] | None,
     ) -> CacheConfig:
         """Return the plan of a request's own policy and budget, or the model's; or refuse it."""

@@ -18,11 +18,15 @@ from rich.console import Console
 
 import mmkv
 from helpers.commands import complaint, run
-from helpers.models import make_model
-from mmkv import chat, parts, registry, terminal
+from helpers.models import make_inputs, make_model
+from mmkv import chat, names, parts, registry, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
+from mmkv.cache import quantize
 from mmkv.cli import commands
 from mmkv.demo.conversation import Conversation
+from mmkv.eval.speed import bench, models
+from mmkv.eval.speed import cli as speed
+from mmkv.loading.names import file_of
 from mmkv.serving import engine
 
 QUESTION = "Describe the image."
@@ -234,7 +238,7 @@ class TestChat:
         assert data["compressed"]["nbytes"] < 0.3 * whole["compressed"]["nbytes"]
         for question in ((QUESTION,), ()):
             said = complaint(capsys, "chat", *question, "--kv-dtype", "8")
-            assert "'int8' or 'int4'" in said
+            assert "int8, int4" in said
 
     @pytest.mark.parametrize("budget", ["0", "-5", "0.0", "1.5", "-0.2", "3"])
     def test_a_budget_out_of_range_or_below_what_must_be_kept(self, capsys, picture, budget):
@@ -517,6 +521,108 @@ def test_help_is_quick():
     assert done.returncode == 0, done.stderr
     assert "chat" in done.stdout
     assert mmkv.__version__ in done.stdout
+
+
+# What may be misspelt, and what the one line says.
+TYPOS = {
+    "chat --policy snapk hi": "Did you mean 'snapkv'?",
+    "chat --policy snapkv --option windw=3 hi": "Did you mean 'window'?",
+    "chat --budget 150% hi": "budget=150%",
+    "chat --model smolm2 hi": "Did you mean 'smollm2'?",
+    "chat --model ./nowhere hi": "no such folder",
+    "chat --dtype int8 hi": "dtype 'int8'",
+    "chat --kv-dtype int3 hi": "int8, int4",
+    "chat --profile nowhere.json hi": "nowhere.json",
+    "chat --plugin nowhere.py hi": "expected a Python file",
+    "chat nowhere.png hi": "no such file",
+    "chat --json": "--json needs a question",
+    "serve --policy snapk": "Did you mean 'snapkv'?",
+    "demo --model biltin": "Did you mean 'builtin'?",
+    "check --policy snapk": "Did you mean 'snapkv'?",
+    "check --budgets 0.1,much": "budget 'much'",
+    "eval documnts": "Did you mean 'documents'?",
+    "eval ruler --tasks niah": "Did you mean 'niah_single_1'?",
+    "eval ruler --length 512": "(256, 512, 768, 1024): leave it out",
+    "eval description --policies full,snapkv:windw=3": "Did you mean 'window'?",
+    "eval description --metrics pl": "metric 'pl'",
+    "eval description --question seen": "visible, hidden, both",
+    "calibrate --budget 7": "keeps a fraction",
+    "plot circles": "plot 'circles'",
+    "bench --policies snapk": "Did you mean 'snapkv'?",
+    "bench --model llama-8b-rando": "Did you mean 'llama-8b-random'?",
+    "bench --preset prefix": "preset 'prefix'",
+    "plan builtin --gpu h1000": "gpu 'h1000'",
+    "plan builtin --budget 0": "budget=0",
+}
+
+
+def test_a_typo_is_answered_before_torch_is_imported(tmp_path):
+    """In a process of its own: here torch and the registry are imported already."""
+    code = (
+        "import sys\n"
+        "from mmkv.cli import commands\n"
+        f"for words in {list(TYPOS)!r}:\n"
+        "    try:\n"
+        "        commands.main(words.split())\n"
+        "    except SystemExit as stop:\n"
+        "        assert stop.code == 2, words\n"
+        "    slow = {'torch', 'transformers', 'mmkv.registry'} & set(sys.modules)\n"
+        "    assert not slow, (words, slow)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    said = done.stderr.splitlines()
+    assert (done.returncode, len(said)) == (0, len(TYPOS)), done.stderr
+    for (words, expected), line in zip(TYPOS.items(), said, strict=True):
+        assert line.startswith("mmkv: error: "), words
+        assert expected in line, words
+
+
+def test_names_are_those_of_what_is_imported():
+    """Those by which a typo is found before anything is imported."""
+    assert {*names.policies()} == {
+        x for name in mmkv.list_policies() for x in (name, *registry.policy_class(name).aliases)
+    }
+    types = [registry.option_types(registry.policy_class(name)) for name in mmkv.list_policies()]
+    assert names.options() == {option for x in types for option in x}
+    assert [*names.KV_DTYPES] == [*quantize.BITS]
+    assert [*speed.RANDOM] == [*models.SHAPES]
+    assert [*speed.PRESETS] == [*bench.PRESETS]
+
+
+def test_a_model_that_is_misspelt_in_python_is_named_without_a_hub():
+    with pytest.raises(ValueError, match=r"'SmolLM'.*Did you mean 'smollm2'"):
+        chat.load("SmolLM")
+
+
+def test_a_printed_report_is_the_table_that_a_terminal_shows(text_model, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")
+    with mmkv.wrapped(text_model, "snapkv", 0.5), torch.no_grad():
+        out = text_model(**make_inputs("llama", (60,)), use_cache=True)
+    report = out.past_key_values.report()
+    screen = Console(file=io.StringIO(), width=90)
+    screen.print(report)
+    assert f"{report}\n" == screen.file.getvalue()
+    assert "┃ kept per head ┃" in str(report)
+    assert "LayerReport" in repr(report)
+
+
+def test_a_name_with_an_owner_is_left_to_the_hub():
+    for name in ("somebody/smolm2", "gpt2", "Qwen2-VL-2B"):
+        assert file_of(name) is None
+
+
+@pytest.mark.usefixtures("registering")
+def test_a_policy_of_a_plugin_may_be_named_before_its_file(tmp_path):
+    """In a process whose registry is not imported yet: a typo would be found without it."""
+    (tmp_path / "file.py").write_text(MINE)
+    words = ["plan", "builtin", "--policy", "mine", "--plugin", "file.py", "--gpu", "h1000"]
+    code = f"from mmkv.cli.commands import main\nmain({words!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert "gpu 'h1000'" in done.stderr
 
 
 @pytest.mark.slow

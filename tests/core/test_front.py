@@ -385,8 +385,9 @@ class TestBudgets:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            (True, r"budget=True: expected a float in \(0, 1\] or an int"),
-            ("0.2", r"budget='0.2': expected a float"),
+            (True, r"budget=True: expected a float in \(0, 1\], a text such as '20%', or an int"),
+            ("much", r"budget 'much': expected a fraction such as 0.2 or 20%, or a number"),
+            ("120%", r"budget=120%: a float is the fraction kept"),
             ([0.2], r"budget=\[0.2\]: expected a float"),
             (0, r"budget=0: an int is the number of tokens kept, at least 1"),
             (np.int64(-3), r"budget=-3: an int"),
@@ -413,7 +414,13 @@ class TestBudgets:
         for text in ("much", "", "x%", "1/5"):
             with pytest.raises(ValueError, match=f"budget '{text}': expected a fraction such as"):
                 budgets.parse(text)
-        for text, value in (("-5", -5), ("1.5", 1.5), ("150%", 1.5), ("0%", 0.0), ("nan", "nan")):
+        for text, value in (
+            ("-5", -5),
+            ("1.5", 1.5),
+            ("150%", "150%"),
+            ("0%", "0%"),
+            ("nan", "nan"),
+        ):
             with pytest.raises(ValueError, match=f"budget={value}:"):
                 budgets.parse(text)
 

@@ -19,6 +19,7 @@ from mmkv import chat
 from mmkv.builtin import example_pictures
 from mmkv.demo import answer
 from mmkv.demo.conversation import Conversation, Models, Settings, Turn, read_upload, rouge_l
+from mmkv.loading import untrusted
 
 QUESTION, NEXT = "Describe the picture.", "How many objects are in the picture?"
 SHORT = Settings(policy="prefixkv", max_new_tokens=6)
@@ -38,7 +39,7 @@ def page():
 
 @pytest.fixture(scope="module")
 def pictures():
-    return [chat.read_picture(path) for path in example_pictures()]
+    return [untrusted.read_named_picture(path) for path in example_pictures()]
 
 
 def talking(loaded) -> Conversation:

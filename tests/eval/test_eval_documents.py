@@ -111,7 +111,7 @@ def test_a_sentence_ends_neither_at_a_title_nor_at_a_page():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"tasks": ["poem"]}, ValueError, "tasks must be among .*'text'"),
+        ({"tasks": ["poem"]}, ValueError, "unknown task 'poem'.*text"),
         ({"length": 5000}, DataError, "no .txt file of 5128 tokens or more; python -m"),
         ({"data": "builtin"}, ValueError, "--data names a folder, such as python -m mmkv.eval.c"),
         ({"data": "nowhere"}, DataError, "nowhere: no such file"),

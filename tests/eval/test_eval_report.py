@@ -194,11 +194,11 @@ def call(*arguments: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["eval", "descriptoin"], "suite must be one of"),
+        (["eval", "descriptoin"], "Did you mean 'description'?"),
         (["eval", "description", "--policies", "snapkx"], "unknown policy 'snapkx'"),
         (["eval", "description", "--budgets", "0.1,2.0"], "budget=2.0"),
         (["eval", "description", "--metrics", "bleu"], "metric 'bleu'"),
-        (["eval", "description", "--option", "window"], "expected key=value"),
+        (["eval", "description", "--option", "window"], "expected name=value"),
         (["eval", "description", "--option", "windw=3"], "read by none of the policies"),
         (["eval", "mmvet", "--data", "missing.json"], "missing.json"),
         (["check", "--within", "0"], "within=0.0"),
@@ -290,6 +290,19 @@ def test_nothing_measured_is_exit_code_1(tmp_path, monkeypatch):
         "(no room)."
     )
     assert call(*asked, "--policies", "local,snapkv", "--out", "b").exit_code == 0
+
+
+def test_a_run_without_figures_is_reported_without_a_drawing(tmp_path):
+    """Of several runs there is nothing to compare: that is wrong use."""
+    rows = [row(policy, 0.1, 0, kept_fraction=0.1) for policy in ("h2o", "prefixkv")]
+    folder = write_run(tmp_path / "run", rows)
+    done = call("report", folder)
+    assert (done.exit_code, done.stderr) == (0, "mmkv: nothing to draw: no row has any figures\n")
+    assert {x.name for x in folder.iterdir()} >= {"report.md", "report.csv"}
+    assert not (folder / "curves.png").exists()
+    done = call("report", tmp_path)
+    assert done.exit_code == 2
+    assert "no metric was measured" in done.stderr
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):

@@ -177,10 +177,15 @@ def test_several_questions_on_one_built_in_context():
 
 
 def test_what_cannot_be_made_is_said(haystack, tmp_path):
-    with pytest.raises(ValueError, match=r"tasks must be among.*got \['niah'\]"):
+    with pytest.raises(ValueError, match=r"unknown task 'niah'\. Did you mean"):
         samples_of(haystack, "niah")
-    with pytest.raises(ValueError, match="length=300: too short for the task cwe"):
-        samples_of(haystack, "cwe", 300)
+    with pytest.raises(ValueError, match="length=300: too short for the task cwe") as short:
+        load_suite("ruler", haystack, tasks=["vt", "cwe"], length=300)
+    least, tasks = re.search(r"--length (\d+) or more, or --tasks (.*)$", str(short.value)).groups()
+    load_suite("ruler", haystack, tasks=["vt", "cwe"], length=int(least))
+    load_suite("ruler", haystack, tasks=tasks.split(","), length=300)
+    with pytest.raises(ValueError, match=f"length={int(least) - 1}: too short for the task cwe"):
+        load_suite("ruler", haystack, tasks=["cwe"], length=int(least) - 1)
     with pytest.raises(ValueError, match="length=500: the built-in data"):
         load_suite("ruler", length=500)
     with pytest.raises(ValueError, match="length=500: suite 'needle'"):

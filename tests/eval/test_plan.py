@@ -11,8 +11,9 @@ from helpers import zoo
 from helpers.commands import run
 from helpers.marks import since
 from helpers.models import make_inputs, make_model
+from mmkv.eval.speed.cards import CARDS
 from mmkv.eval.speed.models import SHAPES, make
-from mmkv.eval.speed.plan import CARDS, Load, Sizes, empty_slots, held, plan
+from mmkv.eval.speed.plan import Load, Sizes, empty_slots, held, plan
 
 LOAD = Load(batch=4, prompt=3072, new=33)
 

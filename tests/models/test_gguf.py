@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmkv
 from helpers.gguf import write_gguf
 from mmkv import chat, loading
-from mmkv.eval.prompts import token_counter
+from mmkv.eval.arguments import token_counter
 from mmkv.loading import cache_folder, gguf_files, models
 
 pytest.importorskip("gguf", reason="gguf is not installed")

@@ -19,7 +19,6 @@ from PIL import Image, ImageFile, PngImagePlugin
 
 from helpers.marks import cases
 from helpers.memory import bounded
-from mmkv import chat
 from mmkv.eval import samples
 from mmkv.loading import untrusted
 
@@ -72,7 +71,7 @@ def upload(path):
     return read_upload(path)
 
 
-READERS = {"chat": chat.read_picture, "eval": samples.read_image, "demo": upload}
+READERS = {"chat": untrusted.read_named_picture, "eval": samples.read_image, "demo": upload}
 
 
 @pytest.mark.parametrize("reader", READERS)

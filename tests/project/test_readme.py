@@ -1,6 +1,7 @@
 """The README and the pages of docs/ say what is so: tables, code, figures, commands, links."""
 
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -24,6 +25,7 @@ from mmkv import budgets, chat, registry, tables
 from mmkv.builtin import example_pictures, scenes
 from mmkv.cli import commands
 from mmkv.demo.conversation import Conversation, Settings
+from mmkv.loading import untrusted
 from mmkv.serving import Engine
 
 ROOT = Path(__file__).parents[2]
@@ -282,9 +284,16 @@ class TestCommands:
         for folder in ("texts", "texts/novels", "texts/handbook", "texts/faq"):  # as eval.corpus
             Path(folder).mkdir()
             Path(folder, "text.txt").write_text("Some words of this text are these. " * 900)
+        for before, word in itertools.pairwise(words):  # models of files and folders
+            if before == "--model" and word.count("/") > 1:
+                Path(word).mkdir(parents=True)
+                Path(word, "config.json").touch()
+            elif word.endswith(".gguf"):
+                Path(word).touch()
         Path("small_keys.py").write_text(blocks("docs/extending.md", "python")[1])
         monkeypatch.setattr("mmkv.chat.load", reached)
-        monkeypatch.setattr("mmkv.eval.prompts.token_counter", lambda name: len)
+        for module in ("mmkv.eval.cli", "mmkv.eval.speed.cli"):
+            monkeypatch.setattr(f"{module}.token_counter", lambda name: len)
         monkeypatch.setattr("mmkv.eval.tabulate.Comparison", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._run", reached)
         if "--preset" in words:  # those of papers are for a GPU
@@ -472,7 +481,7 @@ def test_measured_bytes_and_errors():
     cells = r"^\| ([\w ]+) \| ([\d.-]+) \|(?: (\w+) \|)? ([\d.]+) KiB \|(?: (.+?) \|)?"
     found = re.findall(cells, QUALITY, re.MULTILINE)
     assert len(found) > 3 + 9
-    loaded, picture = chat.load(), chat.read_picture(example_pictures()[0])
+    loaded, picture = chat.load(), untrusted.read_named_picture(example_pictures()[0])
     for name, size, held, text, errors in found:
         how = {"kv_dtype": held if held.startswith("int") else None, "max_new_tokens": 1}
         if name != "not wrapped":

@@ -20,7 +20,7 @@ from mmkv import chat
 from mmkv.builtin import WEIGHTS, drawings, scenes, texts
 from mmkv.builtin.training.evaluate import encode, user
 from mmkv.calibration import calibrate
-from mmkv.loading.models import BUILTIN, SMOLLM2_VISION
+from mmkv.loading.names import BUILTIN, SMOLLM2_VISION
 from mmkv.profiles import Profile
 from mmkv.sizes.profiled import FILE, VISUAL_FILE
 from mmkv.wrapping import probe

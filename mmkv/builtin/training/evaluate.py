@@ -17,7 +17,7 @@ import torch
 import typer
 
 from mmkv.builtin import drawings, load_builtin, scenes, texts
-from mmkv.loading import models
+from mmkv.loading.names import SMOLLM2_VISION
 
 Message = dict[str, Any]
 # A conversation, and a function of the reply: the number of right items, and of all items.
@@ -147,7 +147,7 @@ def perplexity(model: Any, tokenizer: Any, paths: list[Path], n: int, length: in
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"Of {', '.join(FIGURES)}.")] = models.SMOLLM2_VISION,
+    model: Annotated[str, typer.Option(help=f"Of {', '.join(FIGURES)}.")] = SMOLLM2_VISION,
     n: Annotated[int, typer.Option(help="Prompts of each figure.")] = 200,
     first: Annotated[int, typer.Option(help="The first held-out seed.")] = 0,
     texts: Annotated[

@@ -1,0 +1,124 @@
+"""Names of policies and options, known without torch, so that a wrong one is refused at once.
+
+Plugin files and installed packages may add some: where there are any, only `mmkv.registry`, which
+imports them all, can tell, and nothing is refused here.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# Entry points of policies, and of parts.
+GROUPS = ("mmkv.policies", "mmkv.parts")
+# The types of kept pairs beside the model's own.
+KV_DTYPES = ("int8", "int4")
+# Options of an evaluation's policies beside their own (`mmkv.eval.variants`).
+OF_VARIANTS = ("profile", "kv_dtype", "evict_chunks", "question")
+# What other libraries call the share that is dropped; `get_policy` says what to give instead.
+DROPPED = "compression_ratio"
+
+
+def unknown(what: str, name: str, candidates: Sequence[str]) -> str:
+    """Return an error's text for a name that is none of the candidates, with the closest one."""
+    close = difflib.get_close_matches(name.lower(), candidates, n=1)
+    close = close or [x for x in candidates if x.startswith(name.lower()) and name]
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"unknown {what} {name!r}.{hint} Known: {', '.join(candidates)}"
+
+
+def key(name: str) -> str:
+    """Normalise a name: "Ada-PyramidKV" and "ada_pyramidkv" give the same key."""
+    return re.sub("[-_ ]", "", name).casefold()
+
+
+def check_policy(name: str) -> None:
+    """Raise ValueError for a name that no policy has."""
+    if _all_built_in() and key(name) not in map(key, policies()):
+        raise ValueError(unknown("policy", name, sorted(policies())))
+
+
+def check_pair(pair: str, *more: str) -> None:
+    """Raise ValueError for a text that is not "name=value" of an option of policies, or `more`."""
+    name, _ = split_pair(pair)
+    if _all_built_in() and name not in (known := {*options(), *more, DROPPED}):
+        raise ValueError(unknown("option", name, sorted(known - {DROPPED})))
+
+
+def split_pair(pair: str) -> tuple[str, str]:
+    """Return the name and the value of "name=value"; - in the name counts as _."""
+    name, equals, value = pair.partition("=")
+    name = name.strip().replace("-", "_")
+    if not equals or not name:
+        raise ValueError(f"option {pair!r}: expected name=value, such as window=16")
+    return name, value.strip()
+
+
+def check_variant(text: str) -> None:
+    """Raise ValueError for "policy:option=value:..." of no policy, or with an unknown option."""
+    name, *pairs = text.strip().split(":")
+    check_policy(name)
+    for pair in pairs:
+        check_pair(pair, *OF_VARIANTS)
+
+
+def check_plugin(path: Path) -> None:
+    """Raise ValueError for what is no Python file."""
+    if path.suffix != ".py" or not path.is_file():
+        raise ValueError(f"plugin {str(path)!r}: expected a Python file")
+
+
+def _all_built_in() -> bool:
+    """Return whether all policies are mmkv's own: no package adds any, nor a plugin loaded yet."""
+    return "mmkv.registry" not in sys.modules and not any(entry_points(group=x) for x in GROUPS)
+
+
+@cache
+def policies() -> tuple[str, ...]:
+    """Return the built-in policies' names and aliases."""
+    names = list[str]()
+    for call in (call for _, call in _registered(("register_policy",))):
+        names += [ast.literal_eval(x) for x in call.args]
+        names += [alias for x in call.keywords for alias in ast.literal_eval(x.value)]
+    return tuple(names)
+
+
+@cache
+def options() -> frozenset[str]:
+    """Return the options of built-in policies and their parts."""
+    names, chosen = set[str](), [x for x, _ in _registered(("register_policy", "register_part"))]
+    while chosen:
+        node = chosen.pop()
+        bases = {x.id for x in node.bases if isinstance(x, ast.Name)}
+        chosen += [x for x in _classes() if x.name in bases]
+        if any("dataclass" in ast.unparse(x) for x in node.decorator_list):
+            fields = [x for x in node.body if isinstance(x, ast.AnnAssign)]
+            names |= {ast.unparse(x.target) for x in fields if "ClassVar" not in ast.dump(x)}
+    return frozenset(names)
+
+
+def _registered(by: Sequence[str]) -> Iterator[tuple[ast.ClassDef, ast.Call]]:
+    """Yield the classes that one of these decorators registers, with its call."""
+    for node in _classes():
+        for x in node.decorator_list:
+            if isinstance(x, ast.Call) and isinstance(x.func, ast.Name) and x.func.id in by:
+                yield node, x
+
+
+@cache
+def _classes() -> list[ast.ClassDef]:
+    """Return the classes of policies and parts, parsed and not imported."""
+    files = [Path(__file__).with_name("policy.py")]
+    for name in ("policies", "parts", "scores", "sizes", "merge"):
+        spec: Any = find_spec(f"mmkv.{name}")
+        files += [file for x in spec.submodule_search_locations for file in Path(x).glob("*.py")]
+    nodes = [node for file in files for node in ast.parse(file.read_bytes()).body]
+    return [node for node in nodes if isinstance(node, ast.ClassDef)]
