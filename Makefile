@@ -10,7 +10,7 @@ FOLDERS := mmkv policies $(wildcard eval demo)
 # The oldest transformers we support, one between, the pinned one and the newest, on the pinned torch.
 MATRIX := 5.17.0 5.20.0 5.23.0 5.24.0
 
-.PHONY: run demo test test-slow test-all test-matrix lint type mutants docs dist format clean install
+.PHONY: run demo test test-slow test-all test-matrix lint type links gpu mutants docs dist format clean install
 
 run: install
 	$(BIN)/mmkv chat $(PICTURE) "Describe the picture." --model smollm2-vision --budget 0.2 --option least=0
@@ -43,18 +43,26 @@ test-transformers-%:
 mutants: install
 	$(BIN)/python .ci/mutants.py $(MODULES)
 
+# One GPU, 7.5 minutes; needs torch, transformers and accelerate alone, not this Makefile's .venv.
+# Its own folders import as mmkv.* from links, so that nothing is installed.
+GPU_PYTHON ?= python3
+gpu: links
+	cd .typecheck && ln -sfn ../tests tests && PYTHONPATH=$(CURDIR)/.typecheck $(GPU_PYTHON) -m mmkv.eval.speed.gpu --out $(CURDIR)/out/gpu $(GPU_OPTIONS)
+
 lint: install
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
 # A type checker must see the folders as they import: mmkv/policies, mmkv/eval.
-type: install
+type: install links
+	$(BIN)/pyright -p .typecheck --pythonpath $(BIN)/python
+
+links:
 	@rm -rf .typecheck && mkdir .typecheck && ln -s ../pyproject.toml .typecheck
 	@for f in $$(find $(FOLDERS) -name '*.py'); do \
 		case $$f in mmkv/*) link=.typecheck/$$f ;; *) link=.typecheck/mmkv/$$f ;; esac; \
 		mkdir -p $$(dirname $$link); ln -s "$(CURDIR)/$$f" $$link; \
 	done
-	$(BIN)/pyright -p .typecheck --pythonpath $(BIN)/python
 
 # Strict: a broken link or anchor, or something that would be loaded from a network, is an error.
 docs: install

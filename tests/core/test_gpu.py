@@ -8,12 +8,14 @@ import logging
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import mmkv
 from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
 from helpers.oracle import REPLAYED, ROWS, options_of, short
 from mmkv.attach.graph import capture
+from mmkv.cache.padded_blocks import attend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -93,3 +95,71 @@ def test_a_capture_that_fails_leaves_nothing(monkeypatch, caplog):
     assert torch.cuda.current_stream() == stream
     assert not torch.cuda.is_current_stream_capturing()
     same_run(*both(model, inputs, "snapkv", 0.4, **short("snapkv")), 2e-3)
+
+
+def attention_inputs(dtype, head_dim, group, *, bias, rows=6, slots=200):
+    """Random queries, keys and values of blocks, and a bias with empty slots or None."""
+    g = torch.Generator("cuda").manual_seed(head_dim + group)
+    shapes = [(rows, group, head_dim), (rows, slots, head_dim), (rows, slots, head_dim)]
+    qkv = [torch.randn(s, device="cuda", generator=g).to(dtype) for s in shapes]
+    if not bias:
+        return qkv, None
+    weights = torch.randn(rows, 1, slots, device="cuda", generator=g).to(dtype)
+    weights[:, :, -slots // 4 :] = -torch.inf
+    return qkv, weights
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["all slots", "bias"])
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_of_a_block_equals_float64(dtype, head_dim, group, bias):
+    (q, k, v), weights = attention_inputs(dtype, head_dim, group, bias=bias)
+    logits = q.double() @ k.double().mT * head_dim**-0.5
+    expected = (logits if weights is None else logits + weights.double()).softmax(-1) @ v.double()
+    got = attend(q, k, v, weights, scale=head_dim**-0.5, softcap=None).double()
+    error = ((got - expected).norm() / expected.norm()).item()
+    assert error < {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["all slots", "bias"])
+def test_attention_of_a_block_runs_named_kernels_alone(bias):
+    """The default choice on Hopper is cuDNN, which plans a kernel for each number of slots."""
+    qkv, weights = attention_inputs(torch.bfloat16, 128, 1, bias=bias)
+    with profile(activities=[ProfilerActivity.CUDA]) as events:
+        attend(*qkv, weights, scale=1.0, softcap=None)
+        torch.cuda.synchronize()
+    names = " ".join(e.key for e in events.key_averages()).lower()
+    assert "cudnn" not in names
+    assert ("flash" in names) != bias
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("policy", ["full", "snapkv", "condense", "h2o", "prefixkv"])
+def test_replayed_steps_in_16_bits_equal_steps(policy, dtype, captures):
+    """The first steps, before a rounding makes another token the likeliest."""
+    model, inputs = here("llama", "padded")
+    options = {} if policy == "full" else short(policy)
+    budget = None if policy == "full" else 0.5
+    (replayed, *_), (plain, *_) = both(model.to(dtype), inputs, policy, budget, **options)
+    torch.testing.assert_close(replayed[:4].float(), plain[:4].float(), atol=5e-2, rtol=0)
+    assert captures, "nothing was captured"
+
+
+@pytest.mark.parametrize("policy", ["full", "snapkv", "condense", "h2o"])
+def test_steps_do_not_make_the_host_wait(policy):
+    model, inputs = here("llama", "padded")
+    options = {} if policy == "full" else short(policy)
+    with mmkv.wrapped(model, policy, None if policy == "full" else 0.5, graph=False, **options):
+        with torch.no_grad():
+            out = model(**inputs, use_cache=True)
+        cache, n = out.past_key_values, inputs["input_ids"].shape[1]
+        token = out.logits[:, -1].argmax(-1, keepdim=True)
+        for step in range(4):
+            place = torch.full_like(token, n + step)
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                with torch.no_grad():
+                    model(input_ids=token, past_key_values=cache, position_ids=place)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")

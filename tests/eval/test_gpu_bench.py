@@ -1,0 +1,72 @@
+"""`make gpu`, tried in toy sizes on a CPU, and the tables of its committed rows."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mmkv.eval.speed import gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    import typer
+
+    app = typer.Typer()
+    app.command()(gpu.command)
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_tiny_run_writes_rows_and_passes_over_a_failing_part(tmp_path, monkeypatch):
+    """The decode rows come from the tiny model; a part that does not exist fails alone."""
+    monkeypatch.setitem(gpu.PARTS, "absent", 60)
+    monkeypatch.setitem(gpu.PARTS, "decode", 400)
+    out = run("--out", str(tmp_path), "--tiny", "--only", "absent,card,decode", "--minutes", "9")
+    assert out.exit_code == 0
+    rows = gpu.read(tmp_path / "gpu.jsonl")
+    ends = {row["of"]: row["rc"] for row in rows if row["part"] == "driver"}
+    assert ends == {"absent": 1, "card": 0, "decode": 0}
+    (card,) = (row for row in rows if row["part"] == "card")
+    assert card["torch"] == torch.__version__
+    measured = {row["row"]: row for row in rows if row["part"] == "decode"}
+    assert not [row for row in measured.values() if "error" in row]
+    full, small = measured["full"], measured["condense 0.2"]
+    assert small["cache_mb"] < full["cache_mb"]
+    assert all(row["ms"] > 0 for row in measured.values())
+    assert (tmp_path / "report.md").read_text() == gpu.tables(rows)
+
+
+def test_parts_without_time_are_named_and_not_run(tmp_path):
+    run("--out", str(tmp_path), "--tiny", "--only", "card,decode", "--minutes", "0.05")
+    rows = gpu.read(tmp_path / "gpu.jsonl")
+    assert [(row["part"], row["note"]) for row in rows] == [
+        ("card", "no time was left"),
+        ("decode", "no time was left"),
+    ]
+
+
+def test_tables_show_rows_and_errors():
+    rows = [
+        {"part": "prefill", "N": 8, "row": "full", "ms": 1.5, "launches": 3},
+        {"part": "prefill", "N": 8, "row": "snapkv", "error": "out of memory"},
+        {"part": "driver", "of": "prefill", "rc": 0},
+    ]
+    lines = gpu.tables(rows).splitlines()
+    assert "| 8 | full | 1.5 | 3 |" in lines
+    assert "| 8 | snapkv |  | out of memory |" in lines
+    assert len(lines) == 6
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "gpu").glob("*.jsonl")), ids=str)
+def test_page_shows_the_committed_rows(path):
+    """Each file's tables stand in docs/gpu.md between comments that name the file."""
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    found = re.search(rf"<!-- {path.name} -->\n(.*?)<!-- /{path.name} -->", page, re.DOTALL)
+    assert found, f"docs/gpu.md has no place for {path.name}"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert found[1].strip() == gpu.tables(rows).strip()
