@@ -14,7 +14,7 @@ NEEDED = (
     "mmkv/builtin/pictures/*.png",
     "mmkv/py.typed",
 )
-FOLDERS, SUFFIXES = ("policies", "eval", "demo"), (".py", ".json", ".css", ".js", ".html")
+FOLDERS, SUFFIXES = ("policies", "eval", "demo"), (".py", ".json", ".css", ".js", ".html", ".xz")
 LEFT_OUT = ("mmkv/builtin/training/", "tests/", "docs/")
 
 

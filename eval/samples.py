@@ -118,7 +118,7 @@ class Suite:
     note: str = ""  # why figures on published data do not compare with published ones
     metric: str | None = None  # of every sample; None: each has its own, or none
     options: tuple[str, ...] = ()  # of a request, that it takes: "tasks", "length", "questions"
-    words: tuple[str, ...] = ()  # that `data` may be: "stdlib", "drawings"
+    words: tuple[str, ...] = ()  # that `data` may be, such as "stdlib"
     wants: str = ""  # description of `data`, for a suite without built-in data
     lengths: tuple[int, ...] = ()  # tokens of built-in prompts, if `options` have "length"
 

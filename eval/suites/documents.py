@@ -1,6 +1,6 @@
 """Real documents: continued text, summaries, short questions and a planted number.
 
-Data is a folder of `.txt` files, such as `python -m mmkv.eval.corpus` writes, or one such file.
+Data is the package's novels, a folder of `.txt` files, or one such file.
 Only the number has a reference answer: summaries and short answers are compared with the model's
 own replies with the full cache.
 """
@@ -21,7 +21,7 @@ from mmkv.eval.suites import files
 from mmkv.eval.suites.continuation import cuts
 from mmkv.eval.suites.needle import DEPTHS
 
-NOTE = "the documents are the user's own, and the questions are worded here"
+NOTE = "the documents are novels or the user's own, and the questions are worded here"
 EACH = 20  # samples of each task
 LENGTH = 900  # tokens of an excerpt
 TEXT_LENGTH, FOLLOWS = 800, 128  # tokens of the task "text" and of its continuation
@@ -58,17 +58,20 @@ def load(request: Request) -> Iterator[Sample]:
 
 def texts_of(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple[str, str]]:
     """Return names and texts of at least so many tokens, shuffled; the folders take turns."""
-    paths = files.text_files(data, ".txt")
+    if files.stands_for(data, files.NOVELS):
+        texts = {f"{name.rpartition('-')[0]}/{name}": text for name, text in files.novels().items()}
+    else:
+        paths = files.text_files(data, ".txt")
+        texts = {name: files.read_text(path) for name, path in paths.items()}
     # Sorting by a hash separates similar chapters, and a new file does not move the others.
-    names = sorted(paths, key=lambda name: hashlib.sha256(name.encode()).digest())
+    names = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
     folders: dict[str, list[tuple[str, str]]] = {}
     for name in names:
-        text = files.read_text(paths[name])
+        text = texts[name]
         if count(text[: 2 * _LETTERS * tokens]) >= tokens:
             folders.setdefault(name.rpartition("/")[0], []).append((name, text))
     if not folders:
-        wanted = f"no .txt file of {tokens} tokens or more"
-        raise DataError(f"{data}: {wanted}; python -m mmkv.eval.corpus FOLDER writes some")
+        raise DataError(f"{data}: no .txt file of {tokens} tokens or more")
     return list(interleave(folders[folder] for folder in sorted(folders)))
 
 
@@ -137,5 +140,5 @@ TASKS: dict[str, Callable[[str, str, int, random.Random], Sample]] = {
     "question": _question,
     "needle": _needle,
 }
-_WANTS = "a folder, such as python -m mmkv.eval.corpus FOLDER writes"
-SUITE = Suite(load, note=NOTE, options=("tasks", "length"), wants=_WANTS)
+_WANTS = "novels, a folder of .txt files, or one such file"
+SUITE = Suite(load, note=NOTE, options=("tasks", "length"), words=(files.NOVELS,), wants=_WANTS)

@@ -95,10 +95,12 @@ def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
 
 
 def read_words(data: Path) -> list[str]:
-    """Return the words of a text file, of a folder's text files, or, for "stdlib", of Python's
-    documentation. Raises DataError."""
+    """Return the words of a text file, of a folder's text files, of Python's documentation
+    ("stdlib"), or of the package's novels ("novels"). Raises DataError."""
     if files.stands_for(data, files.STDLIB):
         return " ".join(files.documentation().values()).split()
+    if files.stands_for(data, files.NOVELS):
+        return " ".join(files.novels().values()).split()
     paths = sorted(data.glob("*.txt")) if data.is_dir() else [data]
     words = [word for path in paths for word in files.read_text(path).split()]
     if len(words) < FILE_LENGTHS[0]:
@@ -107,4 +109,6 @@ def read_words(data: Path) -> list[str]:
     return words
 
 
-SUITE = Suite(load, builtin, None, NOTE, "contains", words=(files.STDLIB, files.DRAWINGS))
+SUITE = Suite(
+    load, builtin, None, NOTE, "contains", words=(files.STDLIB, files.NOVELS, files.DRAWINGS)
+)

@@ -12,7 +12,7 @@ from mmkv.loading.names import SMOLLM2_VISION
 from mmkv.names import unknown
 
 from . import continuation, description, documents, longbench, mmvet, needle, ruler, summaries
-from .files import DRAWINGS, STDLIB, stands_for
+from .files import DRAWINGS, NOVELS, STDLIB, stands_for
 
 BUILTIN = "builtin"
 _BUILTIN_NOTE = "the data is built in, drawn and composed by the package"
@@ -37,6 +37,8 @@ def default_data(name: str, model: str) -> str:
     suite = SUITES.get(name)
     if suite and DRAWINGS in suite.words and model == SMOLLM2_VISION:
         return DRAWINGS
+    if suite and suite.words == (NOVELS,):
+        return NOVELS
     stdlib = suite and STDLIB in suite.words and (suite.builtin is None or model != BUILTIN)
     return STDLIB if stdlib else BUILTIN
 

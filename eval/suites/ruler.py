@@ -295,5 +295,10 @@ _READINGS = {
 }
 _OPTIONS = ("tasks", "length", "questions")
 SUITE = Suite(
-    load, builtin, note=NOTE, lengths=BUILTIN_LENGTHS, options=_OPTIONS, words=(files.STDLIB,)
+    load,
+    builtin,
+    note=NOTE,
+    lengths=BUILTIN_LENGTHS,
+    options=_OPTIONS,
+    words=(files.STDLIB, files.NOVELS),
 )

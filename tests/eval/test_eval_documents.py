@@ -1,18 +1,13 @@
-"""The suites `documents` and `continuation`, and the texts that are made from packages."""
+"""The suites `documents` and `continuation`."""
 
 import random
-import shutil
-import struct
-import subprocess
-import zlib
 
 import pytest
 
 from helpers.evaluation import letters
-from mmkv.eval import corpus
 from mmkv.eval.samples import DataError, words
-from mmkv.eval.suites import continuation, documents
-from mmkv.eval.suites.registry import load_suite
+from mmkv.eval.suites import continuation, documents, files
+from mmkv.eval.suites.registry import default_data, load_suite
 
 
 def paragraph(name: str, number: int) -> str:
@@ -112,8 +107,8 @@ def test_a_sentence_ends_neither_at_a_title_nor_at_a_page():
     ("change", "error", "message"),
     [
         ({"tasks": ["poem"]}, ValueError, "unknown task 'poem'.*text"),
-        ({"length": 5000}, DataError, "no .txt file of 5128 tokens or more; python -m"),
-        ({"data": "builtin"}, ValueError, "--data names a folder, such as python -m mmkv.eval.c"),
+        ({"length": 5000}, DataError, "no .txt file of 5128 tokens or more"),
+        ({"data": "builtin"}, ValueError, "--data names novels, a folder of .txt files"),
         ({"data": "nowhere"}, DataError, "nowhere: no such file"),
     ],
 )
@@ -178,96 +173,17 @@ def test_the_standard_library_without_its_tests():
     assert names <= set(found)
 
 
-def r_database(*texts: list[str | None]) -> bytes:
-    """R's character vectors, each compressed, in its serialization format of version 3."""
-    found = b""
-    for lines in texts:
-        data = b"X\n" + struct.pack(">IIII", 3, 0x040201, 0x030500, 5) + b"UTF-8"
-        data += struct.pack(">II", 16, len(lines))
-        for line in lines:
-            raw = b"" if line is None else line.encode()
-            data += struct.pack(">Ii", 0x40009, -1 if line is None else len(raw)) + raw
-        found += struct.pack(">I", len(data)) + zlib.compress(data)
-    return found
-
-
-PAGE = """<html><head><title>Not shown at all, ever</title><link rel="up" href="{up}" />{more}
-</head>
-<body><p id="title"><a href="x">Left out by its id</a></p>
-<ul class="docnav"><li>Go to the <ul><li>next page here</li></ul> or back again to others</li></ul>
-<h2 class="title">9.1. About the {name} page</h2><div class="para">A <code>command</code>
-  &amp; its output.<sup>[1]</sup></div><pre>$ ls -l here and there</pre>
-<div class="para">{text}</div>
-<table><tr><td>Cells of a table are no prose.</td></tr></table><p>Short.</p></body></html>"""
-
-
-def package(folder, name: str, files: dict[str, bytes | str]):
-    """A `.deb` of these files."""
-    root = folder / f"root-{name}"
-    files |= {
-        "DEBIAN/control": f"Package: {name}\nVersion: 1.5-2\nArchitecture: all\n"
-        "Maintainer: A <a@b.c>\nDescription: Texts\n"
+@pytest.mark.slow
+def test_novels_in_the_package_are_the_default_data():
+    assert default_data("documents", "smollm2") == "novels"
+    texts = files.novels()
+    assert {name.rpartition("-")[0] for name in texts} == {
+        *("emma", "mansfield-park", "northanger-abbey", "persuasion", "pride-and-prejudice"),
+        "sense-and-sensibility",
     }
-    files |= {f"usr/share/doc/{name}/copyright": "Files: *\nCopyright: A\nLicense: GPL-9+\n"}
-    for path, content in files.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(content if isinstance(content, bytes) else content.encode())
-    command = ["dpkg-deb", "--root-owner-group", "-b", root, folder / f"{name}_1.5-2_all.deb"]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-LONG = "This is a sentence of prose. " * 300  # 8,700 characters
-
-
-@pytest.fixture
-def debs(tmp_path):
-    if shutil.which("dpkg-deb") is None:
-        pytest.skip("no dpkg-deb on this machine")
-    novel = ["EMMA", "", "By Jane Austen", "", "", "VOLUME I", "", "CHAPTER I", "", None, LONG]
-    novel += [LONG, "", "_Very_ long indeed.", "", "CHAPTER II", "", "Too short.", "", "FINIS"]
-    package(tmp_path, "r-cran-janeaustenr", {"usr/lib/R/data/Rdata.rdb": r_database(novel)})
-    folder = "usr/share/doc/debian-handbook/html/en-US"
-    pages = {"index": ("", "one"), "one": ("index", "sect.two"), "four": ("index", "")}
-    pages |= {"sect.two": ("one", "sect.three"), "sect.three": ("one", "four")}
-    made = {}
-    for name, (up, after) in pages.items():
-        more = f'<link rel="next" href="{after}.html" />' if after else ""
-        made[f"{folder}/{name}.html"] = PAGE.format(
-            up=f"{up}.html", more=more, name=name, text="Short text." if name == "index" else LONG
-        )
-    package(tmp_path, "debian-handbook", made)
-    page = PAGE.format(up="", more="", name="only", text=LONG * 2)
-    folder = "usr/share/doc/anarchism/html"
-    package(tmp_path, "anarchism", {f"{folder}/secA1.html": page, f"{folder}/links.html": page})
-    return tmp_path
-
-
-def test_packages_become_plain_texts(debs, tmp_path):
-    out = tmp_path / "texts"
-    assert corpus.write(out, debs) == {"novels": 1, "handbook": 1, "faq": 1}
-    assert (out / "novels" / "emma-01.txt").read_text() == (
-        f"{LONG}{LONG}".strip() + "\nVery long indeed.\n"
-    )
-    # A chapter's short sections are joined until they are long; another chapter's are not.
-    parts = [
-        f"9.1. About the {name} page\nA command & its output.\n{LONG.strip()}\n"
-        for name in ("one", "sect.two")
-    ]
-    assert (out / "handbook" / "one.txt").read_text() == "".join(parts)
-    assert (out / "faq" / "A1.txt").read_text().startswith("9.1. About the only page\nA command &")
-    sources = (out / corpus.SOURCES).read_text().splitlines()
-    assert len(sources) == 3
-    assert all("1.5-2" in line and "GPL-9+" in line for line in sources)
-    assert len(load_suite("documents", out)) == 4 * documents.EACH
-
-
-def test_a_package_that_is_not_there_is_named(debs, tmp_path):
-    (debs / "anarchism_1.5-2_all.deb").unlink()
-    with pytest.raises(ValueError, match=r"no anarchism_.*without --from"):
-        corpus.write(tmp_path / "texts", debs)
-
-
-def test_without_debians_tools_it_says_how(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"get r-cran-janeaustenr, .* and give --from FOLDER"):
-        corpus.write(tmp_path / "texts")
+    assert texts["emma-01"].startswith("Emma Woodhouse, handsome, clever, and rich")
+    assert min(map(len, texts.values())) >= 12_000
+    samples = load_suite("documents", "novels", limit=8)
+    folders = [tag for s in samples for tag in s.tags if tag.startswith("folder=")]
+    assert len(samples) == 8
+    assert len(set(folders)) == 6

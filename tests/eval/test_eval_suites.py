@@ -211,7 +211,7 @@ class TestWhatTheModelReads:
             ("needle", "a/folder", "stdlib"),
             ("continuation", "builtin", "stdlib"),
             ("description", "smollm2", "builtin"),
-            ("documents", "smollm2", "builtin"),
+            ("documents", "smollm2", "novels"),
             ("nonsense", "smollm2", "builtin"),
         ],
     )

@@ -281,7 +281,7 @@ class TestCommands:
     )
     def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
-        for folder in ("texts", "texts/novels", "texts/handbook", "texts/faq"):  # as eval.corpus
+        for folder in ("texts", "texts/novels"):
             Path(folder).mkdir()
             Path(folder, "text.txt").write_text("Some words of this text are these. " * 900)
         for before, word in itertools.pairwise(words):  # models of files and folders
@@ -370,7 +370,7 @@ class TestCommands:
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
             r"\.venv/bin/python -m mmkv\.builtin\.training\.(calibrate|evaluate|tower|vision) ",
-            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval|corpus) ",
+            r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval) ",
             r"make [a-z -]+$",
             r"pip install \.$",
             r"\.ci/run$",

@@ -5,7 +5,7 @@
 Low-rank updates of SmolLM2's layers learn to answer in SmolLM2's own instruction format; tower and
 projector are frozen, since a few hundred batches make them worse. Every eighth batch has texts
 without pictures, on which the updated model learns to keep the next-token distributions of SmolLM2.
-FOLDER is the output of `python -m mmkv.eval.corpus`. `--resume` continues from the last checkpoint
+FOLDER holds English texts as `.txt` files. `--resume` continues from the last checkpoint
 in DIR.
 """
 
