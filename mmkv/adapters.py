@@ -27,6 +27,9 @@ class Decoder:
     rotary: str | None = None  # why stored keys cannot be rotated again; None if they can
     interleaved: bool = False  # rotary embedding of dimensions 2 i and 2 i + 1 together
     others: str | None = None  # kind of its layers that are not compressed, such as "sliding"
+    # Whether its `prepare_inputs_for_generation` drops the cache at some length, and else does what
+    # that of all models does.
+    drops_cache: bool = False
     # Replaces the attention module's forward, called with the module first, if that does not use
     # transformers' AttentionInterface.
     forward: Callable[..., Any] | None = None
@@ -64,7 +67,7 @@ _GEMMA3 = replace(_GEMMA2, rotary="its layers have two rotary embeddings")
 
 # Decoders by `config.model_type`.
 DECODERS: dict[str, Decoder] = {
-    **dict.fromkeys(("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3"), Decoder()),
+    **dict.fromkeys(("gemma", "llama", "mistral", "mixtral", "qwen2", "qwen3"), Decoder()),
     "falcon": Decoder(
         layers="h",
         attention="self_attention",
@@ -100,6 +103,7 @@ DECODERS: dict[str, Decoder] = {
     ),
     "ministral3": Decoder(rotary="its queries are scaled by their position"),
     "opt": Decoder(output="out_proj", rotary="it has learned positions"),
+    "phi3": Decoder(drops_cache=True),
     "qwen2_5_vl_text": _THREE_AXES,
     "qwen2_vl_text": _THREE_AXES,
     "qwen3_5_moe_text": replace(_THREE_AXES, others="linear-attention"),
@@ -246,6 +250,15 @@ def of_full_layers(config: Any) -> Any:
     kinds: list[str] = getattr(config, "layer_types", None) or []
     full = kinds.index("full_attention") if "full_attention" in kinds else 0
     return config.per_layer_config[full]
+
+
+def short_positions(config: Any) -> int | None:
+    """Return after how many positions the rotary frequencies of all tokens change (longrope).
+
+    None: they never do.
+    """
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
 
 
 def head_dim(config: Any) -> int:

@@ -125,7 +125,7 @@ class Context:
         """
         attachment_of(self.model)  # raises where it is not wrapped any more
         cache = copy.deepcopy(self.cache) if copied else self.cache
-        cache.evicts_turns = False
+        cache.context_length = cache.get_seq_length()
         return {**self._behind(inputs, cache), CACHE: cache}
 
     def append(

@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.generation.utils import GenerationMixin
 
-from mmkv.adapters import Adapter
-from mmkv.attach import attention, copy_probe, graph, hooks
+from mmkv.adapters import Adapter, short_positions
+from mmkv.attach import attention, copy_probe, graph, hooks, longrope
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks, unwrap_container
@@ -108,6 +109,10 @@ class Attachment:
         self._hook(parts.decoder, "register_forward_hook", hooks.after_decoder, always_call=True)
         self._hook(model, "register_forward_pre_hook", hooks.before_model)
         self._hook(model, "register_forward_hook", hooks.after_model, always_call=True)
+        if short_positions(parts.config) is not None:
+            rotary: Any = parts.decoder.rotary_emb
+            self._hook(rotary, "register_forward_pre_hook", longrope.before_rotary)
+            self._hook(rotary, "register_forward_hook", longrope.after_rotary)
         if self._plan.policy.score.uses_rotary:
             for i in self.compressed:
                 attn = parts.attentions[i]
@@ -283,8 +288,11 @@ def prepare_inputs(
     """
     model: Any = attachment.model
     kwargs["inputs_embeds"] = inputs_embeds
-    inputs = type(model).prepare_inputs_for_generation(model, ids, *args, **kwargs)
-    cache, tokens = cache_in(kwargs), inputs.get("input_ids")
+    cache: Any = cache_in(kwargs)
+    # Phi-3's own would drop the cache at the end of the short positions, see `longrope`.
+    kind = GenerationMixin if attachment.parts.facts.drops_cache else type(model)
+    inputs: Any = kind.prepare_inputs_for_generation(model, ids, *args, **kwargs)
+    tokens = inputs.get("input_ids")
     if isinstance(cache, CompressedCache) and tokens is not None:
         cache.remember(ids, cache.get_seq_length() + tokens.shape[1])
     hooks.generated_mask.set(inputs.get("attention_mask"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from mmkv.attach import attention, repetition
+from mmkv.attach import attention, longrope, repetition
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, Reading, current
 from mmkv.calls import cache_in, passing, without
@@ -114,6 +114,8 @@ def before_decoder(
     check_cache(cache, attachment)
     embeds = kwargs.get("inputs_embeds")
     tokens = kwargs["input_ids"] if embeds is None else embeds
+    if cache.short_positions is not None:
+        longrope.settle(attachment, cache, tokens.shape[1], kwargs.get("position_ids"))
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
         # Gemma 3 and PaliGemma make the 4-D mask above the decoder: use the model's own argument.

@@ -53,7 +53,7 @@ class CompressedCache(CacheState):
 
     def expect(self, until: int | None = None) -> None:
         """Expect a prompt or a new turn next, which is complete once `until` tokens are seen."""
-        self.phase = Reading(until, keeps_all=not self.evicts_turns)
+        self.phase = Reading(until, keeps_all=self.context_length is not None)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

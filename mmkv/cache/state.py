@@ -36,8 +36,13 @@ class CacheState(Cache):
         self.plan = plan
         self.max_length = max_length
         self.phase: Reading | Decoding = Reading()
-        # False if later turns are questions about a context (`mmkv.contexts`): they evict nothing.
-        self.evicts_turns = True
+        # Length of the context that later turns are questions about (`mmkv.contexts`), which evict
+        # nothing; None: they are turns of a conversation, which do.
+        self.context_length: int | None = None
+        # After how many positions rotary frequencies change (longrope), and whether all tokens are
+        # read with the later ones, see `mmkv.attach.longrope`.
+        self.short_positions = adapters.short_positions(config)
+        self.long = False
         # Whether this cache has a plan of its own (`mmkv.serving`), not that of the model's wrap.
         self.own_plan = False
         # Whether this cache's layer sizes were added to the sample, see `mmkv.cache.sampling`.
@@ -91,6 +96,13 @@ class CacheState(Cache):
         policy = self.plan.policy
         after = policy.decode.every + policy.decode.latest
         return max(0, (policy.postpone if self.phase.postponed else after) - self.phase.waiting)
+
+    def crosses(self, q: int) -> bool:
+        """Return whether the next q tokens may pass the position at which frequencies change."""
+        if self.short_positions is None or self.long or self.prompt is None:
+            return False
+        n = max(self.lengths) + self.get_query_offset() - self.prompt.valid.shape[1]
+        return n <= self.short_positions < n + q
 
     def kept(self, layer: int) -> Tensor:
         """Return original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
@@ -194,6 +206,7 @@ class CacheState(Cache):
         super().reset()
         self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
         self.rope_deltas = self.ids = None
+        self.long = False
 
     def remember(self, ids: Tensor, total: int) -> None:
         """Store the ids [B, n] of the tokens read in this pass, the last of `total`."""
