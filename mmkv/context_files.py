@@ -60,6 +60,7 @@ GRIDS = {
 def save(
     path: str | os.PathLike[str],
     model: Any,
+    weights: str,
     cache: CompressedCache,
     inputs: dict[str, Tensor],
     opened: dict[str, Any],
@@ -88,7 +89,7 @@ def save(
     header: dict[str, Any] = {
         "version": VERSION,
         "plan": _plan(cache.plan),
-        "weights": digest.of_model(model, attachment_of(model).parts.config),
+        "weights": weights,
         "dtype": str(model.dtype),
         **opened,
         "sizes": sizes,
@@ -107,8 +108,8 @@ def save(
 
 def load(
     path: str | os.PathLike[str], model: Any
-) -> tuple[CompressedCache, dict[str, Tensor], dict[str, Any]]:
-    """Return cache, inputs and chat state of a context; errors name the file."""
+) -> tuple[CompressedCache, dict[str, Tensor], dict[str, Any], str]:
+    """Return cache, inputs, chat state and weights of a context; errors name the file."""
     _check_whole(model)
     attachment = attachment_of(model)
     try:
@@ -121,7 +122,8 @@ def load(
         if written != digest.of_tensors(tensors, json.dumps(header, sort_keys=True)):
             raise ValueError("damaged: its content is not what was written")
         opened = {name: tuple(header[name]) for name in ("roles", "pictures")}
-        return *_restored(attachment, header, tensors), {**opened, "lead": header["lead"]}
+        opened["lead"] = header["lead"]
+        return *_restored(attachment, header, tensors), opened, header["weights"]
     except (OSError, SafetensorError, ValueError) as error:
         prefix = "" if isinstance(error, ValueError) else "unreadable: "
         raise ValueError(f"context {os.fspath(path)}: {prefix}{error}") from None

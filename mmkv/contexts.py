@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmkv import context_files, context_texts
+from mmkv import context_files, context_texts, digest
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.calls import CACHE, cache_in, unwrap_container
@@ -45,6 +46,8 @@ class Context:
         inputs: the tokens read and the other inputs per token, [B, T], and grids of pictures.
         processor: encodes texts and messages; None where only encoded inputs are used.
         opened: state of the chat, which later texts and messages continue.
+        weights: hash of the weights and active adapters that read it, see `mmkv.digest`; None if
+            they cannot be hashed (offloaded), so are not compared.
     """
 
     model: Any
@@ -52,6 +55,7 @@ class Context:
     inputs: dict[str, Tensor]
     processor: Any = None
     opened: Opened = Opened()
+    weights: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +127,7 @@ class Context:
 
         If the cache is not `copied`, the context cannot be used again.
         """
-        attachment_of(self.model)  # raises where it is not wrapped any more
+        self._check_weights()
         cache = copy.deepcopy(self.cache) if copied else self.cache
         cache.context_length = cache.get_seq_length()
         return {**self._behind(inputs, cache), CACHE: cache}
@@ -141,10 +145,24 @@ class Context:
         Raises:
             ValueError: another number of rows, or a text or messages without a processor.
         """
+        self._check_weights()
         new, opened = self._encoded(inputs, processor, ends=False)
         arguments = self._behind(new, self.cache)
         self.cache = _read(self.model, {**arguments, CACHE: self.cache}, prefill_chunk_size)
         self.inputs, self.opened = _turn_inputs(arguments), opened
+
+    def _check_weights(self) -> None:
+        """Check that the model is wrapped, with the weights and adapters that read the context.
+
+        Raises:
+            ValueError: it is not.
+        """
+        now = weights_of(self.model)
+        if self.weights not in (None, now):
+            raise ValueError(
+                "this context was read with other weights or adapters than the model has now: "
+                "make those active again, or read it again"
+            )
 
     def _encoded(
         self, inputs: Input, processor: Any, *, ends: bool
@@ -200,7 +218,11 @@ class Context:
         """
         if not isinstance(path, str | os.PathLike):
             raise ValueError(f"expected the path of a file, not a {type(path).__name__}")
-        context_files.save(path, self.model, self.cache, self.inputs, asdict(self.opened))
+        self._check_weights()
+        if self.weights is None:
+            raise ValueError("a context of a model with offloaded weights cannot be saved: ask it")
+        opened = asdict(self.opened)
+        context_files.save(path, self.model, self.weights, self.cache, self.inputs, opened)
 
 
 def read(
@@ -226,7 +248,16 @@ def read(
     encoded, opened = context_texts.encode(inputs, processor, None, ends=False)
     context = read_into(cache, inner, encoded, prefill_chunk_size)
     context.processor, context.opened = processor, opened
+    context.weights = weights_of(inner)
     return context
+
+
+def weights_of(model: Any) -> str | None:
+    """Return the hash of a wrapped model's weights and adapters; None if they are offloaded."""
+    config = attachment_of(model).parts.config
+    with suppress(NotImplementedError):
+        return digest.of_model(model, config)
+    return None
 
 
 def read_into(
@@ -264,8 +295,8 @@ def load_context(
     inner = unwrap_container(model)
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"expected the path of a context's file, not a {type(path).__name__}")
-    cache, inputs, opened = context_files.load(path, inner)
-    return Context(inner, cache, inputs, processor, Opened(**opened))
+    cache, inputs, opened, weights = context_files.load(path, inner)
+    return Context(inner, cache, inputs, processor, Opened(**opened), weights)
 
 
 def _read(model: Any, arguments: dict[str, Any], chunk: int | None) -> CompressedCache:

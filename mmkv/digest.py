@@ -5,17 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# Numbers hashed with one multiplier each, and the number of rows of these that are hashed at once.
+_WIDTH, _ROWS = 2**16, 128
+# Numbers of a tensor that are compared to see whether it was written to unseen.
+_SAMPLE = 256
+# The hash of each tensor of a model, by its state when it was hashed (`_states`).
+_hashes: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
 
 
 def of_model(model: Any, config: Any) -> str:
-    """Return a hash of 64 numbers of each tensor of a model, active adapters included.
+    """Return a hash of all bytes of a model's tensors, active adapters included.
 
+    It is the same on every device. A tensor is hashed again if it was replaced or written to: by
+    torch's version counter and, as `tensor.data` evades that (PEFT's merging), a sample of it.
     `config` is the text decoder's. Tensors on the meta device raise a `NotImplementedError`.
     """
     options = [getattr(config, "rope_parameters", None), adapters(model)]
@@ -26,13 +37,95 @@ def of_model(model: Any, config: Any) -> str:
         for kind, adapter in _adapter_weights(module)
         if adapter not in _active(module)
     )
-    for name, x in model.state_dict().items():
-        if f"{name}.".startswith(inactive):
-            continue
-        digest.update(f"{name.replace('.base_layer', '')} {x.dtype} {tuple(x.shape)}".encode())
-        sample = x.detach().flatten()[:: max(1, x.numel() // 64)][:64].cpu()
-        digest.update(sample.float().numpy().tobytes())
+    tensors = {
+        name: x
+        for key, value in model.state_dict().items()
+        if not f"{key}.".startswith(inactive)
+        for name, x in _plain(key.replace(".base_layer", ""), value)
+    }
+    states, known = _states(tensors), _hashes.get(model, {})
+    changed = {states[name]: _words(x) for name, x in tensors.items() if states[name] not in known}
+    with torch.no_grad():
+        hashes = _on_host({state: _hash(words) for state, words in changed.items()})
+    known = {**known, **{state: x.tobytes().hex() for state, x in hashes.items()}}
+    _hashes[model] = {state: known[state] for state in states.values()}
+    for name, x in tensors.items():
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)} {known[states[name]]}".encode())
     return digest.hexdigest()
+
+
+def _plain(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors of a value of a state dict, such as codes and scales."""
+    if hasattr(x, "__tensor_flatten__"):
+        for part in x.__tensor_flatten__()[0]:
+            yield from _plain(f"{name}.{part}", getattr(x, part))
+    elif isinstance(x, Tensor):
+        yield name, x.detach()
+
+
+def _states(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return for each tensor what changes when it is replaced or written to."""
+    samples = {}
+    for name, x in tensors.items():
+        step = max(1, x.numel() // _SAMPLE) | 1  # odd, so that it sees every column
+        samples[name] = x.flatten()[::step].contiguous().view(torch.uint8)
+    on_host = _on_host(samples)
+    return {
+        name: (
+            x.data_ptr(),
+            -1 if x.is_inference() else x._version,
+            x.dtype,
+            x.shape,
+            x.stride(),
+            on_host[name].tobytes(),
+        )
+        for name, x in tensors.items()
+    }
+
+
+def _on_host(tensors: dict[Any, Tensor]) -> dict[Any, np.ndarray]:
+    """Return flat tensors of one type on the host, copied together from each device."""
+    out: dict[Any, np.ndarray] = {}
+    for device in {x.device for x in tensors.values()}:
+        names = [name for name, x in tensors.items() if x.device == device]
+        sizes = np.cumsum([tensors[name].numel() for name in names])[:-1]
+        joined = torch.cat([tensors[name] for name in names]).cpu().numpy()
+        out |= dict(zip(names, np.split(joined, sizes), strict=True))
+    return out
+
+
+def _words(x: Tensor) -> Tensor:
+    """Return the bytes of a tensor as int64, zeros behind the last."""
+    data = x.contiguous().flatten().view(torch.uint8)
+    if len(data) % 8 or data.storage_offset() % 8:
+        data = nn.functional.pad(data, (0, -len(data) % 8 or 8))
+    return data.view(torch.int64)
+
+
+def _hash(words: Tensor) -> Tensor:
+    """Return a hash of int64 numbers, int64 [1], on their device.
+
+    Each is multiplied by an odd number that depends on its place. Its high half is added to the low
+    one first, as a product's low bits do not depend on high ones: two changed signs would cancel.
+    Sums of integers are exact, so the order in which a device adds does not matter.
+    """
+    factors = _factors(words.device)
+    sums = []
+    for part in words.split(_WIDTH * _ROWS):
+        rows = [x for x in part.tensor_split([len(part) // _WIDTH * _WIDTH]) if len(x)]
+        for x in rows:
+            halves = (x >> 32).add_(x).view(-1, min(len(x), _WIDTH))
+            sums.append(halves.mul_(factors[: len(x)]).sum(1))
+    joined = torch.cat(sums) if sums else words.new_zeros(1)
+    return joined if len(joined) == 1 else _hash(joined)
+
+
+def _factors(device: torch.device) -> Tensor:
+    """Return odd numbers without a pattern, int64 [_WIDTH]: those of splitmix64."""
+    x = np.arange(1, _WIDTH + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return torch.from_numpy((x | np.uint64(1)).view(np.int64)).to(device)
 
 
 def of_tensors(tensors: Mapping[str, Tensor], text: str) -> str:

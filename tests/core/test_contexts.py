@@ -5,7 +5,6 @@ import functools
 import json
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from helpers.marks import cases, older_than, since
 from helpers.masking import held_by, held_sets, masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import DECODING, generate, options_of, short
-from mmkv import digest
 from mmkv.context_files import TOKENWISE
 
 NEW = 5
@@ -267,23 +265,38 @@ def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
             mmkv.load_context(path, one)
 
 
-@pytest.mark.parametrize("n", [3, 64, 70, 128, 130])
-def test_a_model_is_told_apart_by_64_numbers_of_each_tensor(n):
-    """Spread over it as far as whole steps do; of smaller ones every number counts."""
-    config = SimpleNamespace(rope_parameters=None)
-    model = torch.nn.Linear(n, 1, bias=False)
-
-    def hashed(other=None):
+def test_a_context_is_used_with_the_weights_that_read_it(tmp_path):
+    model, asked, path = make_model("llama"), question(8), tmp_path / "read"
+    o_proj = model.model.layers[1].self_attn.o_proj.weight
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        context = mmkv.read(model, make_inputs("llama", (40,)))
+        wanted, was = ask(context, asked)[0], o_proj.detach().clone()
+        o_proj.data[:, 16:32] = 0.0  # unseen by torch's version counter
+        for use in (
+            lambda: ask(context, asked),
+            lambda: context.append(asked),
+            lambda: context.save(path),
+        ):
+            with pytest.raises(ValueError, match="read with other weights or adapters"):
+                use()
+        assert not path.exists()
+        o_proj.data.copy_(was)
+        assert torch.equal(ask(context, asked)[0], wanted)
+        context.save(path)
         with torch.no_grad():
-            model.weight.zero_()
-            if other is not None:
-                model.weight[0, other] = 1.0
-        return digest.of_model(model, config)
+            o_proj[:, 16:32] = 0.0
+        with pytest.raises(ValueError, match="a model with other weights or adapters"):
+            mmkv.load_context(path, model)
 
-    none = hashed()
-    step = 2 if n >= 128 else 1
-    wanted = [i for i in range(n) if i % step == 0 and i < 64 * step]
-    assert [i for i in range(n) if hashed(i) != none] == wanted
+
+def test_a_context_of_offloaded_weights_is_asked_but_not_saved(tmp_path):
+    model = make_model("llama")
+    with mmkv.wrapped(model, "snapkv", 0.4, **short("snapkv")):
+        model.register_buffer("offloaded", torch.ones(3, device="meta"))
+        context = mmkv.read(model, make_inputs("llama", (40,)))
+        assert ask(context, question(8))[1].shape == (1, NEW)
+        with pytest.raises(ValueError, match="offloaded weights cannot be saved"):
+            context.save(tmp_path / "read")
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
@@ -314,9 +327,17 @@ def test_a_file_belongs_to_the_active_adapter(tmp_path):
         refused(path)
         layer.set_scale("one", 1.0)
         mmkv.load_context(path, lora)
+        context = mmkv.load_context(path, lora)
         with lora.disable_adapter():
             refused(path)
             mmkv.load_context(base, lora)
+            for use in (context.ask, context.append):
+                with pytest.raises(ValueError, match="read with other weights or adapters"):
+                    use(question(8))
+        context.ask(question(8), max_new_tokens=2)
+        lora.merge_adapter()
+        with pytest.raises(ValueError, match="read with other weights or adapters"):
+            context.ask(question(8))
 
 
 @pytest.mark.parametrize("how", ["no context", "flipped", "cut", "nowhere", "folder"])

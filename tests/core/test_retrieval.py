@@ -171,11 +171,27 @@ def test_what_was_found_is_kept_by_the_weights(probed):
     with mmkv.wrapped(lora, budget=0.2):
         pass
     assert len(probed) == 3, "an adapter"
+    torch.nn.init.ones_(
+        lora.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight
+    )
+    with mmkv.wrapped(lora.merge_and_unload(), budget=0.2):
+        pass
+    assert len(probed) == 4, "merged"
+    model = lora.base_model.model
+    for change in (zero_a_head, torch.nn.Module.half, torch.nn.Module.float):
+        change(model)
+        with mmkv.wrapped(model, budget=0.2):
+            pass
+    assert len(probed) == 7, "changed in its place"
     (*_, last) = sorted((cache_folder() / "probes").iterdir(), key=lambda x: x.stat().st_mtime)
     last.write_text("{}")
-    with mmkv.wrapped(lora, budget=0.2):
+    with mmkv.wrapped(model, budget=0.2):
         pass
-    assert len(probed) == 4, "a damaged file is measured again"
+    assert len(probed) == 8, "a damaged file is measured again"
+
+
+def zero_a_head(model):
+    model.model.layers[1].self_attn.o_proj.weight.data[:, 16:32] = 0.0
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(probed, tmp_path, monkeypatch):
