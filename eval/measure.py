@@ -225,6 +225,7 @@ def _add_scores(
         elif compares:
             row |= {"divergence_sum": nats, "next_sum": scored.same[i]}
             row["next_tokens"] = scored.compared[i]
+            row["divergences"] = [float(f"{x:.4g}") for x in scored.divergences[i]]
             # Equal next tokens give the same greedy reply.
             if not (sample.goes_on or batch.job.by_generate):
                 row["same"] = float(scored.same[i] == scored.compared[i])

@@ -94,7 +94,12 @@ def read_run(folder: Path, figures: Iterable[str]) -> tuple[dict[str, Any], list
     settings = schema(**texts, n=int, policies=policies, budgets=budgets, notes=notes)
     made = schema(**dict.fromkeys(("id", "mmkv", "torch", "transformers", "device"), str))
     facts: Any = {"policy": str, "task": str, "index": int, "n": int, "budget": int | float}
-    facts |= {"tags": list[str], "error": (str, ""), **dict.fromkeys(figures, (float | None, None))}
+    facts |= {
+        "divergences": (list[float], []),
+        "tags": list[str],
+        "error": (str, ""),
+        **dict.fromkeys(figures, (float | None, None)),
+    }
     of_run, of_row = schema(settings=settings, made_by=list[made]), schema(**facts)
     run, rows = read_settings(folder), Store(folder).rows()
     if of_check(run):

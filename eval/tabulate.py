@@ -19,11 +19,12 @@ from . import store
 from .store import FULL, HIDDEN, METRICS, QUESTION, Row, RunError, percent
 
 COSTS = ("held_bytes", "first_token_s", "tokens_per_s")  # that quality is compared with
-LOWER_IS_BETTER = ("ppl", "divergence", *COSTS[:2])
+LOWER_IS_BETTER = ("ppl", "divergence", "worst", *COSTS[:2])
 # Titles of the figures of a run, and the factor and number of digits with which they are shown.
 _SHOWN: dict[str, tuple[str, float, int]] = {
     "ppl": ("perplexity", 1, 2),
     "divergence": ("divergence from the full cache, nats a token", 1, 3),
+    "worst": ("99.9th percentile of the divergence over tokens", 1, 2),
     "next": ("share of next tokens that are the full cache's", 100, 1),
     "rouge": ("ROUGE-L", 1, 2),
     "score": ("score", 100, 1),
@@ -45,7 +46,7 @@ _MEANS = (
     *("full_bytes", "held_bytes", "first_token_s", "tokens_per_s"),
 )
 _SUMS = ("nll", "answer_tokens", "divergence_sum", "next_sum", "next_tokens")
-FIGURES = ("n", "errors", "ppl", "divergence", "next", *_MEANS[:3], "score", *_MEANS[3:])
+FIGURES = ("n", "errors", "ppl", "divergence", "worst", "next", *_MEANS[:3], "score", *_MEANS[3:])
 _NUMBERS = [*_MEANS, *_SUMS, "score"]
 
 
@@ -79,9 +80,10 @@ def paper_tables() -> list[PaperTable]:
 def summarise(rows: Any, by: list[str]) -> Any:
     """Return `FIGURES` of each group of rows; NaN where nothing was measured.
 
-    Means are over samples, but `ppl`, `divergence` and `next` are over all tokens; `score`, in
-    [0, 1], is the mean of the tasks' means, as in LongBench; bytes are of one sample,
-    `first_token_s` and `tokens_per_s` of a batch. `errors` of `n` samples could not be measured.
+    Means are over samples, but `ppl`, `divergence` and `next` are over all tokens, and `worst` is
+    the 99.9th percentile of the divergence over all tokens; `score`, in [0, 1], is the mean of the
+    tasks' means, as in LongBench; bytes are of one sample, `first_token_s` and `tokens_per_s` of a
+    batch. `errors` of `n` samples could not be measured.
     """
     groups = rows.groupby(by, sort=False)
     table, sums = groups[[*_MEANS]].mean(), groups[[*_SUMS]].sum()
@@ -90,9 +92,16 @@ def summarise(rows: Any, by: list[str]) -> Any:
         table["ppl"] = np.exp(sums["nll"] / sums["answer_tokens"])
     for name in ("divergence", "next"):
         table[name] = sums[f"{name}_sum"] / sums["next_tokens"]
+    table["worst"] = groups["divergences"].agg(_worst)
     tasks = [*by, *([] if "task" in by else ["task"])]
     table["score"] = rows.groupby(tasks, sort=False)["score"].mean().groupby(by, sort=False).mean()
     return table[[*FIGURES]]
+
+
+def _worst(divergences: Any) -> float:
+    """Return the 99.9th percentile of lists of divergences together; NaN without any."""
+    found = [x for row in divergences if isinstance(row, list) for x in row]
+    return float(np.quantile(found, 0.999)) if found else np.nan
 
 
 class Report:
@@ -120,7 +129,7 @@ class Report:
         self.every = list(dict.fromkeys([FULL, *self.policies]))
         all_keep_all = all(map(_keeps_all, self.policies))
         self.budgets: list[float | int] = [1.0] if all_keep_all else self.settings["budgets"]
-        columns = ["policy", "task", "tags", "error", *_NUMBERS]
+        columns = ["policy", "task", "tags", "error", "divergences", *_NUMBERS]
         frame = pd.DataFrame(list(rows.values())).reindex(columns=columns)
         frame[_NUMBERS] = frame[_NUMBERS].astype(float)
         frame["answer_tokens"] = frame["answer_tokens"].where(frame["nll"].notna())

@@ -83,7 +83,7 @@ class Scored:
     """Answers scored by a model, one entry a row, and the cache after the last step.
 
     Divergences are from the full cache's next-token distributions, over the tokens predicted with
-    the compressed prompt; 0 if nothing was compared.
+    the compressed prompt; none if nothing was compared.
     """
 
     nll: list[float]  # summed negative log-likelihood of the answer's tokens, in nats
@@ -91,9 +91,14 @@ class Scored:
     greedy: list[bool]  # whether each of them was the model's first choice
     cache: Any
     held_bytes: int  # bytes of the cache after the prefill
-    divergence: list[float]  # summed Kullback-Leibler divergence, in nats
+    divergences: list[list[float]]  # Kullback-Leibler divergence of each compared token, in nats
     same: list[int]  # at how many tokens both caches have the same first choice
     compared: list[int]  # how many tokens are compared
+
+    @property
+    def divergence(self) -> list[float]:
+        """The summed divergence of each row, in nats."""
+        return [sum(row) for row in self.divergences]
 
 
 def score_answers(
@@ -122,8 +127,9 @@ def score_answers(
     if len(answers) != ids.shape[0]:
         raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
     padded, lengths = _padded(answers, ids.device), torch.tensor([len(x) for x in answers])
-    nll, nats = torch.zeros(2, len(answers), dtype=torch.float64)
+    nll = torch.zeros(len(answers), dtype=torch.float64)
     wrong, same, compared = torch.zeros(3, len(answers), dtype=torch.int64)
+    nats: list[list[float]] = [[] for _ in answers]
     cache, held_bytes, end = None, 0, 0
     for cache, logits in forced(model, inputs, padded[:, :-1], read):
         start, end = end, end + logits.shape[1]
@@ -137,10 +143,12 @@ def score_answers(
         if full is None or not (hidden or start) or not is_counted.any():
             continue
         full_log_p = pad_sequence([x[start:end] for x in full], batch_first=True).to(logits.device)
-        nats += divergence(full_log_p, logits).cpu().where(is_counted, 0.0).sum(-1)
+        by_row = zip(nats, divergence(full_log_p, logits).cpu(), is_counted, strict=True)
+        for row, piece, counts in by_row:
+            row += piece[counts].tolist()
         same += ((best == full_log_p.argmax(-1)).cpu() & is_counted).sum(-1)
         compared += is_counted.sum(-1)
-    divergences = nats.tolist(), same.tolist(), compared.tolist()
+    divergences = nats, same.tolist(), compared.tolist()
     greedy = (wrong == 0).tolist()
     return Scored(nll.tolist(), lengths.tolist(), greedy, cache, held_bytes, *divergences)
 
