@@ -169,7 +169,7 @@ def report_command(
     """Print a run's tables; write report.md, report.csv and curves.png into its folder.
 
     Of several runs: quality against bytes, time to the first token and speed, in runs.md, runs.csv
-    and fronts.png.
+    and frontier.png.
     """
     from . import draw
     from .tabulate import Comparison, Report
@@ -186,7 +186,7 @@ def report_command(
         check_place(target)
         runs = Comparison(folders)
         tables, paths = runs.tables(), runs.write(target)
-        paths.append(draw.save(draw.fronts(runs.sections()), target / "fronts.png"))
+        paths.append(draw.save(draw.frontier(runs.sections()), target / "frontier.png"))
     for table in tables:
         console().print(table, "")
     for path in paths:

@@ -1,4 +1,4 @@
-"""Figures: curves of a run, fronts of several, what policies keep of a prompt, costs of heads."""
+"""Figures: a run's curves, quality against bytes, what policies keep, costs of heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from .store import FULL, percent
-from .tabulate import COSTS, LABELS, LOWER_IS_BETTER, Report, front
+from .tabulate import LABELS, LOWER_IS_BETTER, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,44 +125,40 @@ def curves(report: Report) -> Figure:
     return _finish(figure, f"{s['suite']} ({s['data']}), {s['model']}, n = {s['n']}")
 
 
-def fronts(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
-    """Draw quality against each cost, a row of panels for each section of a `Comparison`.
+def frontier(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
+    """Draw quality against bytes, a row of panels for each section of a `Comparison`.
 
-    Points on the front are in colour, all others in grey; the dotted line is the full cache.
+    Bytes are a share of the full cache's in the model's own type. A line joins the budgets of a
+    policy; the dotted line is the full cache.
     """
-    figure, axes = _panels(len(COSTS), len(sections))
+    panels = max(len(_drawn(points)) for *_, points in sections)
+    figure, axes = _panels(panels, len(sections))
     policies = [str(name) for *_, points in sections for name in points["policy"].unique()]
     style = styles(policies) | {FULL: {"color": _BLACK, "marker": "s", "markersize": 4.5}}
-    panels = itertools.product(sections, COSTS)
-    for axis, ((title, metrics, points), cost) in zip(axes, panels, strict=True):
-        metric = metrics[-1]
-        best = front(points, cost, metric)
-        if best.empty:
+    for row, (title, _, points) in enumerate(sections):
+        for axis in axes[row * panels + len(_drawn(points)) : (row + 1) * panels]:
             axis.set_visible(False)
-            continue
-        x, y = 1 / 1024 if cost == "held_bytes" else 1, 100 if metric == "score" else 1
-        rest = points.drop(best.index)
-        axis.plot(x * rest[cost], y * rest[metric], "o", color="#c8ccd2", markersize=3.5, zorder=1)
-        axis.plot(x * best[cost], y * best[metric], color="#9aa3ad", linewidth=1, zorder=2)
-        for name, group in best.groupby("policy", sort=False):
-            look: Any = style[str(name)] | {"linestyle": "none"}
-            axis.plot(x * group[cost], y * group[metric], label=name, zorder=3, **look)
-        for point in best[best["policy"] != FULL].to_dict("records"):
-            position = x * point[cost], y * point[metric]
-            axis.annotate(
-                point["kept"], position, xytext=(4, -8), textcoords="offset points", fontsize=6
-            )
-        full = points[points["policy"] == FULL]
-        if len(full):
-            axis.axhline(y * full[metric].iloc[0], color=_BLACK, lw=1, ls=":", zorder=0)
-        if cost != "tokens_per_s":
+        for axis, metric in zip(axes[row * panels :], _drawn(points), strict=False):
+            top = 1.0 if metric in (*LOWER_IS_BETTER, "rouge") else 100.0
+            for name, group in points.groupby("policy", sort=False):
+                line = group.sort_values("share")
+                axis.plot(100 * line["share"], top * line[metric], label=name, **style[str(name)])
+            full = points[points["policy"] == FULL][metric]
+            if len(full) and metric not in LOWER_IS_BETTER:
+                axis.axhline(top * full.iloc[0], color=_BLACK, lw=1, ls=":", zorder=0)
             _log(axis.xaxis)
-        if metric == "ppl":
-            _log(axis.yaxis)
-        if metric in LOWER_IS_BETTER:
-            axis.invert_yaxis()
-        _head(axis, title if cost == COSTS[0] else "", LABELS[cost], LABELS[metric])
-    return _finish(figure, "Coloured: no other reaches this quality at this cost")
+            if metric in LOWER_IS_BETTER:
+                axis.set_yscale("log")
+            below = "bytes held, % of the full cache's"
+            _head(axis, title if axis is axes[row * panels] else "", below, LABELS[metric])
+    return _finish(figure, "Quality against bytes")
+
+
+def _drawn(points: Any) -> list[str]:
+    """Return the figures of quality that some policy but the full cache has."""
+    others = points[points["policy"] != FULL]
+    names = ("ppl", "divergence", "worst", "next", "rouge", "score")
+    return [name for name in names if others[name].notna().any()]
 
 
 def plot_prompt(

@@ -399,8 +399,11 @@ def _points(report: Report, hidden: bool) -> Any:
     points, suffix = report.summaries[""].reset_index(), f":{QUESTION}={HIDDEN}"
     matches = (points["policy"] == FULL) | (points["policy"].str.endswith(suffix) == hidden)
     points = points[matches & (points["errors"] < points["n"])]
-    if (points["policy"] == FULL).all():
+    full = points["policy"] == FULL
+    if full.all():
         return points.head(0)
+    whole = points.loc[full, "held_bytes"].max()
+    points = points.assign(share=points["held_bytes"] / whole)
     policy = points["policy"].str.removesuffix(suffix)
     kept = [percent(json.loads(text)) for text in points["kept"]]
     label = policy.where(policy == FULL, policy + " " + kept)

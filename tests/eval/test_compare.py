@@ -110,8 +110,8 @@ def test_runs_of_others_stand_beside_mine(tmp_path, folder):
     done = call("report", mine, theirs, "--out", tmp_path / "all")
     assert done.exit_code == 0, done.output
     written = {p.name for p in (tmp_path / "all").iterdir()}
-    assert written == {"fronts.png", "runs.csv", "runs.md"}
-    assert (tmp_path / "all" / "fronts.png").read_bytes()[:8] == PNG
+    assert written == {"frontier.png", "runs.csv", "runs.md"}
+    assert (tmp_path / "all" / "frontier.png").read_bytes()[:8] == PNG
     points = pd.read_csv(tmp_path / "all" / "runs.csv")
     assert list(points.groupby("model", sort=False).size()) == [5, 3]
     assert set(points["n"]) == {2}
