@@ -109,15 +109,15 @@ class CompressedCache(CacheState):
         if phase.until is not None and prompt.valid.shape[1] >= phase.until:
             phase.until = None
         is_complete = phase.until is None
-        # A chunk that is padding alone in a row waits for the next one.
-        phase.evicts = is_complete or (plan.evict_chunks and bool(prompt.valid[:, -1].all()))
+        phase.evicts = is_complete or (plan.evict_chunks and not all(prompt.waits))
         phase.postpones = bool(plan.policy.postpone) and not (
             phase.keeps_all or plan.keeps_everything
         )
         self._prepare_scores(prompt, phase)
         if not phase.evicts:
             return
-        prompt.check_ends()
+        if is_complete:
+            prompt.check_ends()
         if phase.postpones:
             return
         if is_complete and not phase.keeps_all:

@@ -84,6 +84,11 @@ class CacheConfig:
         return max(share, n_layers * min(self.kept_whole, length))
 
     def evicting(self, prompt: TokenMasks) -> list[bool]:
+        """Return for each row whether it may lose a token in this pass."""
+        rows = zip(self.long_enough(prompt), prompt.waits, strict=True)
+        return [is_long and not waits for is_long, waits in rows]
+
+    def long_enough(self, prompt: TokenMasks) -> list[bool]:
         """Return for each row whether it is long enough to lose a token."""
         if self.keeps_everything:
             return [False] * len(prompt.lengths)
@@ -202,6 +207,7 @@ class TokenMasks:
         n_pinned: the number of protected tokens.
         inner: padding behind a row's first token, such as that of a later turn.
         granted: the share of the `always_kept` tokens that the budget has room for, in [0, 1].
+        waits: whether the row ends in padding, so that it loses no token before the next chunk.
     """
 
     valid: Tensor
@@ -215,6 +221,7 @@ class TokenMasks:
     n_pinned: list[int]
     inner: list[int]
     granted: list[float]
+    waits: list[bool]
 
     @classmethod
     def of(
@@ -253,8 +260,9 @@ class TokenMasks:
             protected = protected | policy.protect.marks(valid, is_prompt, image)
         always_kept = protected | (valid & (order > length - window))
         before_first = (order == 0).sum(-1)
-        counts = torch.stack([length[:, 0], always_kept.sum(-1), protected.sum(-1), before_first])
-        lengths, floors, n_pinned, n_before = counts.tolist()
+        counts = length[:, 0], always_kept.sum(-1), protected.sum(-1), before_first
+        columns = torch.stack([*counts, valid[:, -1].long()])
+        lengths, floors, n_pinned, n_before, ends = columns.tolist()
         inner = [valid.shape[1] - n - m for n, m in zip(lengths, n_before, strict=True)]
         totals = [plan.total_kept(n_layers, n) for n in lengths]
         windows = [
@@ -275,7 +283,8 @@ class TokenMasks:
             for total, floor in zip(totals, floors, strict=True)
         ]
         masks = valid, image, is_prompt, always_kept, protected
-        return cls(*masks, lengths, windows, floors, n_pinned, inner, granted)
+        waits = [end == 0 for end in ends]
+        return cls(*masks, lengths, windows, floors, n_pinned, inner, granted, waits)
 
     def rows(self, batch: Tensor) -> TokenMasks:
         """Return the rows `batch`, which may repeat."""
@@ -295,7 +304,7 @@ class TokenMasks:
             raise ValueError(
                 f"row {self.lengths.index(0)} of the batch is padding alone: it has no token"
             )
-        if not bool(self.valid[:, -1].all()):
+        if any(self.waits):
             raise ValueError(
                 "a row of the batch ends in padding: pad on the left (processor.tokenizer."
                 "padding_side = 'left'), as generation needs"

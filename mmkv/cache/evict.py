@@ -60,7 +60,7 @@ def evict(
             distances = prompt.closed(prompt_kv.positions)
             kept = merge(replace(prompt_kv, positions=distances), ranking)
     reduction = "" if prompt_kv.scores is None else policy.score.turn_reduction
-    scored = plan.evicting(prompt) if reduction == "max" else []
+    scored = plan.long_enough(prompt) if reduction == "max" else []
     retained = None
     if prompt_kv.scores is not None and policy.score.ranks:
         singles = kept.indices
@@ -185,7 +185,7 @@ def _planned(
     Each row keeps `counts` tokens, of which decoding must not drop the first `n_pinned`.
     """
     heads, seen = len(counts) // len(prompt.lengths), prompt.valid.shape[1]
-    lengths = np.repeat(prompt.lengths, heads)
+    lengths = np.repeat(prompt.lengths, heads).clip(min=1)  # a row may begin in a later chunk
     # A row so short that it loses no token may grow to this size while decoding.
     kept_whole = plan.kept_whole
     capacity, share = np.where(lengths <= kept_whole, kept_whole, counts), None

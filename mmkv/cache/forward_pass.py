@@ -144,7 +144,7 @@ class Reading:
     Attributes:
         until: tokens seen when the prompt is complete; None: the next pass completes it.
         evicts: whether this pass evicts: the last pass of a prompt does, and with
-            `CacheConfig.evict_chunks` every pass in which no row is padding alone.
+            `CacheConfig.evict_chunks` every pass, in all rows that do not end in padding.
         keeps_all: whether no token is evicted, as for a question about a context.
         postpones: whether eviction waits until some tokens are generated.
         scores: whether this pass scores the tokens of each layer.

@@ -260,7 +260,7 @@ class PromptKV:
         if layer.query.shape[2] < self.keys.shape[2] and policy.window_size:
             # In a turn shorter than the window, all of its queries make up the window.
             n_queries = present.sum(-1).tolist()
-            windows = [min(w, n) for w, n in zip(windows, n_queries, strict=True)]
+            windows = [max(1, min(w, n)) for w, n in zip(windows, n_queries, strict=True)]
         per_head = self.positions.shape[1] > 1
         (image,) = selection.marked([prompt.image], self.positions)
         if per_head:  # heads keep different tokens: score each as a row of its own
@@ -275,6 +275,8 @@ class PromptKV:
             measured = selection.by_parts(layer, same, apart, lambda _, x: policy.layers.measure(x))
             self.measured = measured.unflatten(0, (len(self.keys), -1)).mean(1)
         scores = selection.importance(policy, layer, windows, apart)
+        if any(prompt.waits):  # a row without new tokens asks for none
+            scores = scores.masked_fill(~present.any(-1)[:, None, None], 0.0)
         if per_head:
             scores = scores.view(self.keys.shape[:3])
             if policy.score.average_heads:

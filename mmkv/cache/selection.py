@@ -139,7 +139,7 @@ def by_parts(
     Q, device = layer.query.shape[2], layer.key.device
     n_queries = [Q] * len(windows)
     if present is not None and layer.key.shape[2] > Q:  # only these are known of all tokens
-        n_queries = present.sum(-1).tolist()
+        n_queries = present.sum(-1).clamp(min=1).tolist()
     parts, order = list[Tensor](), list[int]()
     kinds = list(zip(windows, n_queries, strict=True))
     for window, n in sorted(set(kinds)):

@@ -9,8 +9,8 @@ import mmkv
 from helpers import masking, zoo
 from helpers.marks import cases
 from helpers.masking import masked_logits, pairs_of
-from helpers.models import continued, make_inputs, next_turn, row_of
-from helpers.oracle import IN_ROWS, ROWS, VARIANTS, generate, options_of
+from helpers.models import continued, make_inputs, make_model, next_turn, row_of
+from helpers.oracle import DECODING, IN_ROWS, ROWS, VARIANTS, generate, options_of
 from mmkv.cache.prompt_kv import PromptKV
 
 FIRST, SECOND = 8, 8  # tokens generated in each turn
@@ -34,13 +34,15 @@ def test_a_prompt_in_chunks_is_the_prompt(models, variant):
 def test_evicting_after_every_chunk_equals_masking(models, variant, rows):
     """evict_chunks=True: every chunk competes with what the chunks before it left."""
     model, inputs = models("llama"), make_inputs("llama", ROWS[rows])
-    chunk = {"one": 20, "padded": 55}[rows]
+    chunk = 20  # two of the padded rows begin in a later chunk
     options = options_of(variant)
     with mmkv.wrapped(model, variant.policy, variant.budget, evict_chunks=True, **options):
         logits, words, _, held = generate(model, inputs, new=6, prefill_chunk_size=chunk)
-    chunks = inputs["input_ids"].split(chunk, dim=1)
-    first = {"input_ids": chunks[0], "attention_mask": inputs["attention_mask"][:, :chunk]}
-    feeds = [{"input_ids": ids} for ids in (*chunks[1:], *words.split(1, dim=1)[:-1])]
+    names = ("input_ids", "attention_mask")
+    chunks = [inputs[name].split(chunk, dim=1) for name in names]
+    first, *feeds = (dict(zip(names, x, strict=True)) for x in zip(*chunks, strict=True))
+    chunks = chunks[0]
+    feeds += [{"input_ids": ids} for ids in words.split(1, dim=1)[:-1]]
     policy = mmkv.get_policy(variant.policy, **options)
     expected = masked_logits(
         model, first, feeds, held, merge=policy.merge, reposition=policy.reposition
@@ -53,6 +55,7 @@ def test_evicting_after_every_chunk_equals_masking(models, variant, rows):
     for b, length in enumerate(ROWS[rows]):
         for t, pairs in enumerate(held[: len(chunks)]):
             seen = min(length, length - inputs["input_ids"].shape[1] + (t + 1) * chunk)
+            seen = max(seen, 0)
             if isinstance(variant.budget, float):
                 most[t] = max(round(variant.budget * 3 * seen), 3 * min(policy.least, seen))
             counts = [pairs_of(layer)[b].float().mean().item() for layer in pairs]
@@ -195,7 +198,7 @@ def test_several_tokens_without_generate_are_that_many_steps(models, policy, opt
         assert torch.equal(cache.kept(i), twin.kept(i))
 
 
-def test_no_chunk_is_evicted_before_each_row_has_begun(models):
+def test_a_row_that_has_not_begun_does_not_hold_others_back(models):
     """The second row begins in the third chunk."""
     model, inputs = models("llama"), make_inputs("llama", (60, 17))
     with mmkv.wrapped(model, "knorm", 0.5, evict_chunks=True):
@@ -207,10 +210,40 @@ def test_no_chunk_is_evicted_before_each_row_has_begun(models):
 
         with model.register_forward_hook(look):
             *_, cache = masking.generate(model, inputs, new=1, prefill_chunk_size=20)
-    assert sizes == [[20] * 3, [40] * 3, [30] * 3]
+    assert sizes == [[10] * 3, [20] * 3, [30] * 3]
     for b, n in enumerate((60, 17)):
         kept = [int((cache.kept(i)[b] >= 0).sum()) for i in range(3)]
         assert sum(kept) == 2 * round(0.5 * 3 * n)
+
+
+@cases(
+    "variant, kv_dtype",
+    [(x, None) for x in VARIANTS] + [(x, "int8") for x in DECODING],
+    "snapkv",
+    "h2o",
+    "prefixkv",
+    "condense",
+    "elastic",
+    ids=str,
+)
+def test_evicting_after_every_chunk_equals_singles(variant, kv_dtype):
+    """Each row begins with a chunk, so it is cut alike alone; float64 rounds codes alike."""
+    model, lengths = make_model("llama").double(), (80, 40, 20)
+    inputs, options = make_inputs("llama", lengths), options_of(variant)
+    with mmkv.wrapped(
+        model, variant.policy, variant.budget, evict_chunks=True, kv_dtype=kv_dtype, **options
+    ):
+        logits, words, _, held = generate(model, inputs, new=5, prefill_chunk_size=20)
+        for b, n in enumerate(lengths):
+            given = row_of(inputs, b)
+            alone, said, _, kept = generate(model, given, new=5, prefill_chunk_size=20)
+            assert torch.equal(words[b : b + 1], said)
+            torch.testing.assert_close(logits[:, b : b + 1], alone, atol=1e-4, rtol=0)
+            for together, single in zip(held[-len(kept) :], kept, strict=True):
+                for mine, wanted in zip(together, single, strict=True):
+                    for h, head in enumerate(wanted[0]):
+                        place = head[head >= 0] + max(lengths) - n
+                        assert torch.equal(mine[b, h][mine[b, h] >= 0], place)
 
 
 def test_what_was_read_is_known_as_it_was(models):

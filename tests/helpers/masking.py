@@ -150,9 +150,10 @@ def masked_logits(
 ) -> Tensor:
     """Last-token logits [1 + F, B, V] of the prompt and of each of F feeds behind it.
 
-    `feeds` are model inputs of q >= 1 tokens each, or generated tokens [B, T], of which the last is
-    never fed. `kept[t][layer]` is what the compressed cache held after the prompt (t = 0) and after
-    each feed; a feed of more than one token is a new turn, after which it evicts (and merges).
+    `feeds` are model inputs of q >= 1 tokens each, with an `attention_mask` of these where there is
+    padding among them, or generated tokens [B, T], of which the last is never fed.
+    `kept[t][layer]` is what the compressed cache held after the prompt (t = 0) and after each feed;
+    a feed of more than one token is a new turn, after which it evicts (and merges).
     `record` receives each feed's attention weights, [layer][B, Hq, q, S].
     With `postpone`, pairs are merged after so many feeds, not after the prompt.
     With `bits`, every stored key and value is read as its code in so many bits.
@@ -177,9 +178,10 @@ def masked_logits(
             _state["kept"] = dict(enumerate(kept[t]))
             if record is not None:
                 record.append([])
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1]).expand(-1, q)], dim=1)
+            new = feed.get("attention_mask", torch.ones_like(mask[:, :1]).expand(-1, q))
+            mask = torch.cat([mask, new], dim=1)
             out = model(
-                **feed,
+                **{k: v for k, v in feed.items() if k != "attention_mask"},
                 attention_mask=mask,
                 position_ids=_positions(mask)[:, -q:],
                 **{name: cache},
@@ -189,6 +191,7 @@ def masked_logits(
             if averages and (q > 1 or t + 1 == postpone):
                 pad = torch.nn.functional.pad
                 there = [pad(seen_by(k, seen), (0, q), value=True) for k in kept[t]]
+                there = [x & mask.bool()[:, None] for x in there]
                 _merge_all(cache, kept[t + 1], there, merge.name)
     return torch.stack(logits)
 

@@ -32,7 +32,7 @@ def row_sizes(
     """
     valid = torch.ones(1, length, dtype=torch.bool)
     must = torch.arange(length)[None] < floor
-    hosted: Any = [length], [0], [floor], [floor], [0], [1.0]
+    hosted: Any = [length], [0], [floor], [floor], [0], [1.0], [False]
     prompt = TokenMasks(valid, ~valid, valid, must, must, *hosted)
     given: Any = ()
     if scores is not None:
