@@ -54,13 +54,12 @@ def before_model(attachment: Attachment, module: nn.Module, args: Args, kwargs: 
         )
     kwargs = _named(module, args, kwargs)
     mask = kwargs.get("attention_mask")
-    current.set(
-        ForwardPass(
-            ids=kwargs.get("input_ids"),
-            mask=mask,
-            passed_cache=cache_in(kwargs),
-            generating=mask is not None and mask is generated_mask.get(),
-        )
+    ForwardPass.begin(
+        module,
+        ids=kwargs.get("input_ids"),
+        mask=mask,
+        has_cache=cache_in(kwargs) is not None,
+        generating=mask is not None and mask is generated_mask.get(),
     )
     generated_mask.set(None)
 
@@ -74,9 +73,9 @@ def _named(module: nn.Module, args: Args, kwargs: Kwargs) -> Kwargs:
 
 
 @torch.compiler.disable
-def after_model(*call: Any) -> None:
-    """Clear the state of this call, after an exception too."""
-    current.set(None)
+def after_model(attachment: Attachment, *call: Any) -> None:
+    """End the pass of this call, after an exception too."""
+    ForwardPass.end(attachment.model)
 
 
 @torch.compiler.disable
@@ -92,12 +91,13 @@ def before_decoder(
     kwargs = _named(module, args, kwargs)
     cache: Any = cache_in(kwargs)
     running = current.get()
-    if running is None or running.entered:  # the decoder was called directly
-        running = ForwardPass(mask=kwargs.get("attention_mask"), passed_cache=cache)
-        current.set(running)
+    if running is None or running.entered or running.owner is not attachment.model:
+        # The decoder was called directly.
+        mask, has_cache = kwargs.get("attention_mask"), cache is not None
+        running = ForwardPass.begin(module, mask=mask, has_cache=has_cache)
     running.entered, running.parts = True, parts
     running.numbered = kwargs.get("position_ids") is not None
-    if running.passed_cache is None and isinstance(cache, DynamicCache):
+    if not running.has_cache and isinstance(cache, DynamicCache):
         cache = cache if cache.get_seq_length() else None  # an empty one is made by Idefics3
     if cache is None:
         use_cache = kwargs.get("use_cache")
@@ -143,22 +143,31 @@ def before_decoder(
 def after_decoder(
     attachment: Attachment, module: nn.Module, args: Args, kwargs: Kwargs, output: Any
 ) -> None:
-    """Evict the layers whose sizes depend on all layers."""
+    """Evict the layers whose sizes depend on all layers, and end the pass of a direct call."""
     running = current.get()
-    if running is None or running.cache is None or output is None:
+    if running is None or running.parts is not attachment.parts:
         return
-    if running.pending is not None:
-        running.check_attended()
-    if running.cache.plan.policy.score.repeats:
-        repetition.run(attachment, running, kwargs)
-    running.cache.finish()
-    running.cache = None
+    try:
+        if running.cache is not None and output is not None:
+            running.check_attended()
+            if running.cache.plan.policy.score.repeats:
+                repetition.run(attachment, running, kwargs)
+            running.cache.finish()
+    finally:
+        running.cache = running.parts = None
+        ForwardPass.end(module)
 
 
 @torch.compiler.disable
 def uncompiled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the decoder outside of torch.compile, as a cache's sizes change from call to call."""
-    return forward(*args, **kwargs)
+    try:
+        return forward(*args, **kwargs)
+    except Exception:
+        raise
+    except BaseException:  # such as KeyboardInterrupt, after which no hook runs
+        current.set(None)
+        raise
 
 
 def before_attention(

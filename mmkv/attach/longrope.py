@@ -63,7 +63,7 @@ def _read_again(attachment: Attachment, cache: CompressedCache, limit: int, q: i
             "(pictures, or tokens that the model was not given by generate): start a new cache and "
             "give all tokens to model.generate"
         )
-    phase, learned, running = cache.phase, cache.sizes_learned, current.get()
+    phase, learned = cache.phase, cache.sizes_learned
     context, decoder = cache.context_length, attachment.parts.decoder
     mask, positions = valid.long(), (valid.cumsum(-1) - 1).clamp(min=0)
     cache.reset()
@@ -81,7 +81,6 @@ def _read_again(attachment: Attachment, cache: CompressedCache, limit: int, q: i
     if isinstance(phase, Reading) and until is None:
         cache.expect(phase.until)
     cache.ids = ids
-    current.set(running)
 
 
 def before_rotary(

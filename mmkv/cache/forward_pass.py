@@ -1,8 +1,9 @@
 """The state of one call of a wrapped model, and the two phases of its cache.
 
 The state is one value in a context variable: the hooks of `mmkv.attach` set it, the cache and the
-attention function read it. It is cleared when the call ends, after an exception too. The phase is
-kept by the cache from call to call: it reads a prompt, or it decodes.
+attention function read it. When the call ends, after an exception too, the state is that of the
+call around it again, if a hook of a wrapped model calls one. The phase is kept by the cache from
+call to call: it reads a prompt, or it decodes.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ class ForwardPass:
     """One call of a wrapped model.
 
     Attributes:
+        owner: the module that was called, the model or its decoder.
+        outer: the pass inside which a hook makes this call; None if there is none.
         ids: int [B, q], the model's input ids; None if it was called with embeddings.
         mask: the attention mask that the model was called with.
-        passed_cache: the cache that the model was called with.
+        has_cache: whether the model was called with a cache.
         generating: whether `generate` makes the call: it only appends ones to its mask.
         entered: whether the decoder's forward has begun.
         numbered: whether the decoder was given `position_ids`, which count a row's tokens alone;
@@ -62,14 +65,16 @@ class ForwardPass:
         collector: set in a pass that stores nothing: `add` takes each layer's `AttentionCall` and
             returns the layer's output, or None to run the model's own attention.
         observes: whether to store the queries of this step, see `CacheState.observes_replies`.
-        parts: the model's parts; None before the decoder begins.
+        parts: the model's parts; None outside of the decoder.
         rotary: each layer's rotary embedding of the new tokens, if the score needs it.
         latest_rotary: the latest `position_embeddings`, and the `Rotary` made of them.
     """
 
+    owner: Any = None
+    outer: ForwardPass | None = None
     ids: Tensor | None = None
     mask: Any = None
-    passed_cache: Any = None
+    has_cache: bool = False
     generating: bool = False
     entered: bool = False
     numbered: bool = False
@@ -87,6 +92,26 @@ class ForwardPass:
     _views: dict[int, tuple[Tensor, Tensor | None]] = field(
         default_factory=dict[int, "tuple[Tensor, Tensor | None]"]
     )
+
+    @classmethod
+    def begin(cls, owner: Any, **fields: Any) -> ForwardPass:
+        """Make and return the pass of a call of `owner` that begins."""
+        outer = current.get()
+        # A call that was interrupted outside of its decoder ran no hook, and left its pass behind.
+        while outer is not None and outer.owner is owner and outer.parts is None:
+            outer = outer.outer
+        running = cls(owner=owner, outer=outer, **fields)
+        current.set(running)
+        return running
+
+    @staticmethod
+    def end(owner: Any) -> None:
+        """Return to the pass around the call of `owner` that ends, if that call began one."""
+        running = current.get()
+        while running is not None and running.owner is not owner:
+            running = running.outer
+        if running is not None:
+            current.set(running.outer)
 
     def check_attended(self) -> None:
         """Check that our attention function ran after the last `update` of a layer.
