@@ -16,7 +16,7 @@ from typing import Any, SupportsFloat, TypeVar
 from torch import nn
 
 from mmkv import adapters, budgets, profiles
-from mmkv.attach import attention
+from mmkv.attach import attention, repetition
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure
 from mmkv.cache import quantize
@@ -174,6 +174,8 @@ def planned(
             f"score={chosen.score.name!r} feeds the prompt again behind its end, where this {kind} "
             "soon has no positions left: use another score"
         )
+    if chosen.score.repeats:
+        repetition.check_instruction(parts, chosen)
     fractions, measured = None, None
     if profile is not None:
         measured = profiles.read(profile, parts.config, n_layers, budget)

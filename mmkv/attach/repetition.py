@@ -21,7 +21,31 @@ from mmkv.calls import without
 from mmkv.policies.kvzip import Repetition
 
 if TYPE_CHECKING:
+    from mmkv.adapters import Adapter
     from mmkv.attach.attachment import Attachment
+    from mmkv.policy import Policy
+
+
+def check_instruction(parts: Adapter, policy: Policy) -> None:
+    """Check that a model knows the tokens of the request to repeat, and has places for them.
+
+    Raises:
+        ValueError: an id is beyond its vocabulary, or the request fills all of its positions.
+    """
+    score: Any = policy.score
+    config, ids = parts.config, score.ids
+    unknown = [x for x in ids if x >= config.vocab_size]
+    if unknown:
+        raise ValueError(
+            f"instruction has the id {unknown[0]}, and this model's vocabulary has ids 0 to "
+            f"{config.vocab_size - 1}: give ids of this model's tokenizer"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and len(ids) >= positions:
+        raise ValueError(
+            f"instruction has {len(ids)} ids, and this model has {positions} positions for the "
+            "prompt, the instruction and a repeated piece together: give a shorter one"
+        )
 
 
 def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any]) -> None:

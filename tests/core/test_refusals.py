@@ -146,6 +146,8 @@ def test_what_is_allowed_beside_them():
         ("snapkv", 39, {"postpone": 8}, r"40 tokens .*\(window=32, sinks=0, postpone=8\)"),
         ("snapkv", 0.3, {"postpone": 8, "evict_chunks": True}, r"evict_chunks=True .* postpone=8"),
         ("snapkv", 0.3, {"evict_chunks": 64}, r"evict_chunks=64: expected True or False"),
+        ("kvzip", 0.3, {"instruction": "7 120"}, r"has the id 120, .* vocabulary has ids 0 to 119"),
+        ("kvzip", 0.3, {"instruction": "7 " * 2048}, r"has 2048 ids, .* has 2048 positions"),
         ("snapkv", None, {"profile": 3}, r"profile=3: expected a Profile, or the path of one"),
         ("snapkv", None, {"profile": [0.5] * 3}, r"profile=.*: expected a Profile, or the path of"),
     ],
