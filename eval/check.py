@@ -63,7 +63,7 @@ def check_command(
             # The built-in model knows no English.
             inputs = encode_prompts(loaded, user_prompts, limit, drawn=model == "builtin")
             check_prompts(net, inputs, max_new_tokens)
-            settings, notes = settings_of(net, chosen, sizes, profile=profile, kv_dtype=kv_dtype)
+            settings = settings_of(net, chosen, sizes, profile=profile, kv_dtype=kv_dtype)
             facts = {
                 "model": loaded.name,
                 "policy": settings[0].label,
@@ -91,7 +91,7 @@ def check_command(
     except KeyboardInterrupt:
         say("stopped; finished rows are kept, the same command goes on")
         raise typer.Exit(130) from None
-    report, path = summed_up(rows, within, notes), folder / "report.json"
+    report, path = summed_up(rows, within), folder / "report.json"
     text = json.dumps(facts | environment | report.to_dict() | {"each": rows}, indent=2) + "\n"
     replace(path, text)
     if as_json:

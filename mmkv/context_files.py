@@ -28,7 +28,7 @@ from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import Decoding
 from mmkv.cache.prompt_kv import PromptKV, token_numbers
 
-FORMAT, VERSION = "mmkv-context", 3
+FORMAT, VERSION = "mmkv-context", 4
 _TEXTS = ("plan", "weights", "dtype", "lead", "task", "digest")
 _LISTS = ("roles", "pictures", "sizes", "learned")
 _HEADER = {"version": int} | dict.fromkeys(_TEXTS, str) | dict.fromkeys(_LISTS, list)
@@ -78,7 +78,7 @@ def save(
     for i, layer in zip(cache.ordinal, cache.compressed, strict=True):
         kept = layer.keeping()
         dense = kept.dense()
-        pairs = ("keys", "values", "positions", "scores", "bias", "group_index")
+        pairs = ("keys", "values", "positions", "scores", "bias", "group_index", "means")
         layer_tensors = {name: getattr(dense, name) for name in pairs}
         layer_tensors |= {"retained": kept.retained, "error": kept.error}
         tensors |= {f"layers.{i}.{k}": x for k, x in layer_tensors.items() if x is not None}
@@ -313,6 +313,8 @@ def _pairs(
         specs["group_index"] = _Spec((B, H, T), (torch.int16, torch.int32), -1, T - 1)
     if plan.kv_dtype:
         specs["error"] = _Spec((B, 2), low=0.0)
+        exact = tuple(torch.promote_types(x, torch.float32) for x in dtypes)
+        specs["means"] = _Spec((B, H, 1, D), exact)
     if policy.score.ranks and f"{layer}retained" in tensors:
         specs["retained"] = _Spec((B,), low=0.0, high=1.0)
     pairs = _pop(tensors, layer, specs)

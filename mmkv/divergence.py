@@ -90,9 +90,9 @@ def check(
     check_arguments(chosen, budgets, within, max_new_tokens)
     samples = [checked_inputs(x, i, "check") for i, x in enumerate(inputs)]
     check_prompts(model, samples, max_new_tokens)
-    settings, notes = settings_of(model, chosen, budgets, profile=profile, kv_dtype=kv_dtype)
+    settings = settings_of(model, chosen, budgets, profile=profile, kv_dtype=kv_dtype)
     rows = chain.from_iterable(measured(model, samples, settings, max_new_tokens))
-    return summed_up(rows, within, notes)
+    return summed_up(rows, within)
 
 
 def measured(
@@ -199,20 +199,14 @@ def settings_of(
     *,
     profile: Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,
-) -> tuple[list[Setting], list[str]]:
-    """Return the caches to compare, after wrapping with each, and notes on those left out."""
+) -> list[Setting]:
+    """Return the caches to compare, after wrapping with each, those of the full cache last."""
     settings = [Setting(policy, sizes.number(b), kv_dtype, profile) for b in budgets]
+    settings += [Setting(get_policy(FULL), 1.0, dtype) for dtype in BITS]
     for setting in settings:
         with setting.wrapped(model):
             pass
-    notes, full = list[str](), get_policy(FULL)
-    for dtype in BITS:
-        try:
-            with (setting := Setting(full, 1.0, dtype)).wrapped(model):
-                settings.append(setting)
-        except ValueError as error:
-            notes.append(f"the full cache in {dtype} is left out: {error}")
-    return settings, notes
+    return settings
 
 
 def kept_shares(cache: Any) -> list[float]:
@@ -334,12 +328,12 @@ class CheckReport:
         return Group(Table("cache", columns, rows, title), *below)
 
 
-def summed_up(rows: Iterable[Row], within: float, notes: Sequence[str] = ()) -> CheckReport:
+def summed_up(rows: Iterable[Row], within: float) -> CheckReport:
     """Return the report on rows of `measured`, in which the policy's come first."""
     by_cache: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         by_cache.setdefault((row["policy"], sizes.named(row["budget"])), []).append(row)
-    caches, notes = [_over_prompts(x) for x in by_cache.values()], list(notes)
+    caches, notes = [_over_prompts(x) for x in by_cache.values()], list[str]()
     untested = [x for x in caches if isinstance(x.budget, float) and x.kept > 1.1 * x.budget + 0.01]
     if untested:
         notes.append(

@@ -96,8 +96,7 @@ class CacheReport:
                 if weighted:
                     groups = float((cache.groups(i)[0] > 0).sum(-1).float().mean())
                 layers.append(LayerReport(i, True, counts, nbytes, share, *errors, groups=groups))
-                block = state.blocks[0]
-                width = (block.keys.shape[-1] + block.values.shape[-1]) * block.keys.dtype.itemsize
+                width = state.blocks[0].stored.full_pair_bytes
                 full_nbytes += state.batch * state.heads * x.seen * width
             else:
                 full_nbytes += nbytes

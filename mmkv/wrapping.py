@@ -222,8 +222,7 @@ def planned(
             "after it: use one of them"
         )
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
-    if kv_dtype is not None:
-        quantize.check(kv_dtype, adapters.head_dim(parts.config))
+    quantize.check(kv_dtype)
     sampling = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
     fields = checked_budget, fractions, inv_freq, kv_dtype, evict_chunks
     config = CacheConfig(chosen, *fields, graph=graph and parts.ranks == 1, sampling=sampling)

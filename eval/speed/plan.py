@@ -183,7 +183,7 @@ def plan(
         checked(policy, budget)
     empty = empty_slots(policy, budget, load)
     itemsize, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
-    # Up to 64 numbers of a head share a scale and a zero point of 16 bits each.
+    # Up to 64 numbers of a head share a step and a lowest number of 16 bits each.
     group = min([64, *(x.width for x in full)])
     bits = 8 * itemsize if kv_dtype is None else int(kv_dtype[3:]) + 32 / group
 

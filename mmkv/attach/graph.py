@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.forward_pass import GraphInputs, NotCapturableError
+from mmkv.cache.forward_pass import GraphInputs, NotCapturableError, outside_inference_mode
 from mmkv.calls import CACHE, cache_in, without
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,8 @@ class Runner:
     def _on_device(self, cache: CompressedCache, inputs: dict[str, Any]) -> Any:
         if self.clock is None:
             place = cache.blocks[0].positions.new_zeros(())
-            self.clock = cache.clock = GraphInputs(place.new_zeros(1, dtype=torch.int64), place)
+            row, in_window = (place.new_zeros(1, dtype=torch.int64) for _ in range(2))
+            self.clock = cache.clock = GraphInputs(row, place, in_window)
         if cache.clock is not self.clock:
             raise NotCapturableError("the cache was changed between two steps")
         self._take(inputs)
@@ -119,7 +120,11 @@ class Runner:
             _reserve(cache, self.ahead)
             self.ahead *= 2
         self.clock.row.fill_(step_of(cache.blocks))  # fills do not wait for the device
-        self.clock.position.fill_(cache.get_seq_length())
+        self.clock.position.fill_(position := cache.get_seq_length())
+        with outside_inference_mode():
+            for block in cache.blocks:
+                block.stored.make_room(position)
+        self.clock.place.fill_(cache.blocks[0].stored.place_of(position))
         if not self.warm:
             with refusing_waits(), _undone(cache, always=False):
                 out = self._step(cache)

@@ -371,8 +371,12 @@ class CompressedCache(CacheState):
         expected = max(0, self.max_length - self.prompt.valid.shape[1])
         if isinstance(self.phase, Reading) and self.phase.until is not None:
             expected = 0  # the next chunk of the prompt allocates new storage
+        n_newest = 0
+        if isinstance(self.phase, Decoding):
+            last = self.prompt.is_prompt[0].nonzero()[-1]
+            n_newest = self.prompt.valid.shape[1] - 1 - int(last)
         arguments = layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split
-        layer.state = evict(*arguments, numbered=self._numbered)
+        layer.state = evict(*arguments, numbered=self._numbered, n_newest=n_newest)
 
     @property
     def _numbered(self) -> bool:

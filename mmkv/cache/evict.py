@@ -16,8 +16,9 @@ from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, gathered
+from mmkv.cache.plain import PlainKV
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.quantize import QuantizedKV, Stored, relative_error, squares
+from mmkv.cache.quantize import BITS, NEWEST, WINDOW, QuantizedKV, relative_error, squares
 from mmkv.parts import RowSizes
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
 from mmkv.parts.victims import HeavyHitterSlots
@@ -33,6 +34,7 @@ def evict(
     split: Tensor | None = None,
     *,
     numbered: bool = True,
+    n_newest: int = 0,
 ) -> KeptKV:
     """Choose the tokens that a layer keeps, merge or drop the others, and copy them into blocks.
 
@@ -45,6 +47,7 @@ def evict(
         layer_idx: the index of the layer.
         split: the result of `head_sizes` for this layer.
         numbered: whether rotary positions count a row's tokens alone, not padding between them.
+        n_newest: how many of the last tokens were generated since the prompt.
     """
     policy, (B, H, U, _) = plan.policy, prompt_kv.keys.shape
     ranking = selection.ranked(policy, prompt_kv, prompt, sizes, layer_idx, split)
@@ -109,6 +112,9 @@ def evict(
     if kept.slot is not None and kept.weights is not None:
         leaders = kept_positions.masked_fill(kept.weights < 2, -1)
         group_index = _leaders(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
+    if plan.kv_dtype is not None:
+        start = prompt.valid.shape[1] - min(n_newest, NEWEST)
+        means = None if prompt_kv.means is None else prompt_kv.means.flatten(0, 1)
     blocks: list[PaddedBlock] = []
     behind = prompt.behind if numbered and plan.inv_freq is not None else None
     errors = torch.zeros(B * H, 2, 2, device=keys.device)
@@ -119,26 +125,51 @@ def evict(
         index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
         block_tokens = pad(tokens[index, :width], padding, value=-1)
         block_positions = pad(slot_positions[index, :width], padding, value=-1)
-        stored: list[Stored] = []
-        for i, x in enumerate((keys, values)):
-            exact = gathered(x, index[:, None], block_tokens)
-            if plan.kv_dtype is None:
-                stored.append(exact)
-                continue
-            stored.append(QuantizedKV.of(exact, plan.kv_dtype))
-            errors[index, i] = squares(exact, stored[i][:, :], block_positions >= 0)
+        pair = [gathered(x, index[:, None], block_tokens) for x in (keys, values)]
+        stored = PlainKV(*pair)
+        if plan.kv_dtype is not None:
+            filled = block_positions >= 0
+            stored = QuantizedKV.of(
+                *pair,
+                filled,
+                _exact_slots(block_positions, width, max(1, policy.sinks), start, n_newest > 0),
+                mean=None if means is None else means[index],
+                bits=BITS[plan.kv_dtype],
+                start=start,
+                opened=n_newest > 0,
+                reuses=schedule.drops or width == 0,
+            )
+            for i, (x, read) in enumerate(zip(pair, stored.read(), strict=True)):
+                errors[index, i] = squares(x, read, filled)
         block_mass = None if mass is None else pad(mass[index, :width], padding)
         if block_mass is not None and schedule.needs_decode_attention:
             block_mass.masked_fill_(block_positions < 0, torch.inf)
         weights = None if bias is None else pad(bias[index, :width], padding)
-        pairs = stored[0], stored[1], block_positions, block_mass
-        block = PaddedBlock(rows, *pairs, schedule, plan.inv_freq, weights)
+        fields = rows, stored, block_positions, block_mass, schedule, plan.inv_freq, weights
+        block = PaddedBlock(*fields)
         if behind is not None:
             block.behind = behind.to(index.device)[index // H]
         block.set_bias(width)
         blocks.append(block)
     error = None if plan.kv_dtype is None else relative_error(errors.view(B, H, 2, 2).sum(1))
     return KeptKV(blocks, B, H, list(sizes), retained, error, group_index)
+
+
+def _exact_slots(positions: Tensor, width: int, n_first: int, start: int, opened: bool) -> Tensor:
+    """Return the slots [R, X] that few bits hold exactly, of positions [R, S], -1 if empty.
+
+    These are the `n_first` earliest tokens in the first `width` slots and, before them if there is
+    a window, the tokens from position `start` on. A place without a token repeats the last place.
+    """
+    used = positions[:, : max(1, width)]
+    age = used.masked_fill(used < 0, torch.iinfo(used.dtype).max)
+    first = age.argsort(dim=-1, stable=True)[:, :n_first].contiguous()
+    if not opened:
+        return first
+    newest = torch.arange(start, start + WINDOW, device=positions.device)
+    same = newest[:, None] == positions[:, None, :]
+    slots = torch.where(same.any(-1), same.int().argmax(-1), first[:, -1:])
+    return torch.cat([slots, first], dim=1)
 
 
 def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:

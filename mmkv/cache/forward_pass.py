@@ -242,6 +242,7 @@ class GraphInputs(NamedTuple):
 
     row: Tensor  # int64 [1], the row of the schedules' tables
     position: Tensor  # int32 [], the new token's position
+    place: Tensor  # int64 [1], its place in the window of exact pairs (8 or 4 bits)
 
 
 current: ContextVar[ForwardPass | None] = ContextVar("mmkv_forward_pass", default=None)

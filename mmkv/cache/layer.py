@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.prompt_kv import PromptKV, Tail, token_numbers
+from mmkv.cache.quantize import QuantizedKV
 from mmkv.layer_inputs import Rotary, rows_of
 
 
@@ -49,34 +50,36 @@ class KeptKV:
 
     def dense(self) -> PromptKV:
         """Return all kept pairs as one rectangle in new storage, in order of position."""
-        positions, order = self._joined("held", -1).long().sort(dim=-1)
+        positions, order = self._joined([b.held for b in self.blocks], -1).long().sort(dim=-1)
         start, group_index = int((positions < 0).sum(-1).min()), self.group_index
 
-        def by_age(name: str) -> Tensor:
-            x = self._joined(name, 0)
+        def by_age(parts: Sequence[Any]) -> Tensor:
+            x = self._joined(parts, 0)
             at = order[:, start:] if x.ndim == 2 else order[:, start:, None]
             return torch.take_along_dim(x, at, dim=1).unflatten(0, (self.batch, self.heads))
 
         positions = positions[:, start:].unflatten(0, (self.batch, self.heads))
-        scores = bias = weights = None
+        scores = bias = weights = means = None
         if self.blocks[0].mass is not None:
-            scores = by_age("mass").masked_fill(positions < 0, 0.0)
+            scores = by_age([b.mass for b in self.blocks]).masked_fill(positions < 0, 0.0)
         if self.blocks[0].log_weights is not None:
-            bias = by_age("log_weights")
+            bias = by_age([b.log_weights for b in self.blocks])
         if group_index is not None:
             weights = token_numbers(positions, group_index)
-        pairs = by_age("keys"), by_age("values")
-        more: Any = {"weights": weights, "bias": bias, "group_index": group_index}
+        stored = [b.stored for b in self.blocks]
+        if isinstance(stored[0], QuantizedKV):
+            means = self._joined([x.mean for x in stored], 0)
+            means = means.unflatten(0, (self.batch, self.heads))
+        pairs = map(by_age, zip(*(x.read() for x in stored), strict=True))
+        more: Any = {"weights": weights, "bias": bias, "group_index": group_index, "means": means}
         return PromptKV(*pairs, positions, scores, **more, evicted=True)
 
-    def _joined(self, name: str, fill: float) -> Tensor:
-        """Join an attribute [R, S, ...] of the blocks in one tensor [B * H, U, ...]."""
-        like = getattr(self.blocks[0], name)
-        shape = self.batch * self.heads, max(b.positions.shape[1] for b in self.blocks)
-        out = torch.full((*shape, *like.shape[2:]), fill, dtype=like.dtype, device=like.device)
-        for block in self.blocks:
-            stored: Tensor = getattr(block, name)[:, :]  # in 8 or 4 bits: read
-            out[block.rows, : stored.shape[1]] = stored
+    def _joined(self, parts: Sequence[Tensor], fill: float) -> Tensor:
+        """Join a tensor [R, S, ...] of each block in one tensor [B * H, U, ...]."""
+        shape = self.batch * self.heads, max(x.shape[1] for x in parts), *parts[0].shape[2:]
+        out = parts[0].new_full(shape, fill)
+        for block, x in zip(self.blocks, parts, strict=True):
+            out[block.rows, : x.shape[1]] = x
         return out
 
     def kept(self) -> Tensor:
@@ -100,7 +103,8 @@ class KeptKV:
 
     def _positions(self) -> tuple[Tensor, Tensor | None]:
         """Return the positions [B, H, U] of all pairs, and how many tokens each stands for."""
-        positions = self._joined("held", -1).long().unflatten(0, (self.batch, self.heads))
+        positions = self._joined([b.held for b in self.blocks], -1).long()
+        positions = positions.unflatten(0, (self.batch, self.heads))
         if self.group_index is None:
             return positions, None
         return positions, token_numbers(positions, self.group_index)
@@ -163,6 +167,10 @@ class KeptKV:
         first, R = seen - q, self.batch * self.heads
         rows = query.reshape(R, Hq // self.heads * q, D)
         key, value = key.detach().flatten(0, 1), value.detach().flatten(0, 1)
+        if (rotation := self.blocks[0].stored.rotation) is not None:
+            rows, key = rows.to(rotation.dtype), key.to(rotation.dtype) @ rotation
+            if self.blocks[0].inv_freq is None:
+                rows = rows @ rotation
         if masked is not None:
             masked = masked.repeat_interleave(self.heads, dim=0)
         inputs = (rows, key, value) if masked is None else (rows, key, value, masked)
@@ -179,7 +187,7 @@ class KeptKV:
         joined = out[0] if len(out) == 1 else torch.cat(out)
         if inverse is not None:
             joined = joined.index_select(0, inverse)
-        return joined.view(B, Hq, q, -1).transpose(1, 2)
+        return joined.view(B, Hq, q, -1).transpose(1, 2).to(value.dtype)
 
     def select_rows(self, batch: Tensor) -> KeptKV:
         """Return the sequences `batch` [n] of the batch, which may repeat, with all their state."""

@@ -17,7 +17,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from mmkv.cache import varlen
 from mmkv.cache.forward_pass import GraphInputs
-from mmkv.cache.quantize import QuantizedKV, Stored, mixed, nbytes, products
+from mmkv.cache.plain import PlainKV
+from mmkv.cache.quantize import Coded, QuantizedKV, mixed, products
 from mmkv.layer_inputs import closed, reposition
 from mmkv.parts.slots import SlotSchedule, spare
 
@@ -35,8 +36,8 @@ class PaddedBlock:
         row_numbers: numbers of these rows among the layer's B * H, ascending, on the host.
         rows: the same as an index: a slice if they are evenly spaced, so that indexing returns a
             view, else int64 [R].
-        keys, values: [R, S, D]; S is the capacity, of which the schedule's `width` is in use. In 8
-            or 4 bits, reading and writing convert from and to the model's type.
+        stored: keys [R, S, D] and values [R, S, Dv]; S is the capacity, of which the schedule's
+            `width` is in use.
         positions: int32 [R, S], original position of each slot's token, -1 if empty; if decoding
             drops no token, also the positions of tokens to come, which `held` leaves out.
         bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
@@ -53,8 +54,7 @@ class PaddedBlock:
 
     row_numbers: np.ndarray
     rows: slice | Tensor = field(init=False)
-    keys: Stored
-    values: Stored
+    stored: PlainKV | QuantizedKV
     positions: Tensor
     mass: Tensor | None
     schedule: SlotSchedule
@@ -62,8 +62,7 @@ class PaddedBlock:
     log_weights: Tensor | None = None
     bias: Tensor | None = None
     behind: Tensor | None = None
-    # arange(R), and the attention weights [R, G, S] of a step; allocated when first needed.
-    numbers: Tensor | None = None
+    # The attention weights [R, G, S] of a step; allocated when first needed.
     weights: Tensor | None = None
     # Whether a clock drives the steps (`freeze`).
     frozen: bool = False
@@ -105,7 +104,7 @@ class PaddedBlock:
     def slot_bias(self) -> Tensor:
         """Return the bias [R, 1, S]: -inf for empty slots, else the logarithm of the weight."""
         empty = (self.held if self.positions_ahead[0] else self.positions)[:, None] < 0
-        bias = torch.zeros(empty.shape, dtype=self.keys.dtype, device=empty.device)
+        bias = torch.zeros(empty.shape, dtype=self.stored.dtype, device=empty.device)
         if self.log_weights is not None:
             bias += self.log_weights[:, None]
         return bias.masked_fill_(empty, -torch.inf)
@@ -124,16 +123,23 @@ class PaddedBlock:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages of keys, values and weights, empty slots included."""
-        weight_bytes = 0 if self.log_weights is None else nbytes(self.log_weights)
-        return nbytes(self.keys) + nbytes(self.values) + weight_bytes
+        weight_bytes = (
+            0 if self.log_weights is None else self.log_weights.untyped_storage().nbytes()
+        )
+        return self.stored.nbytes + weight_bytes
+
+    def nbytes_of(self, slots: int) -> int:
+        """Return the bytes of the block with so many slots."""
+        weight_bytes = 0 if self.log_weights is None else self.log_weights.element_size()
+        return len(self.positions) * (self.stored.nbytes_of(slots) + slots * weight_bytes)
 
     @property
     def held(self) -> Tensor:
         """Positions [R, S] of kept tokens, -1 if empty; the next token's slot counts as empty."""
         if not self.schedule.drops:
-            slot_numbers = torch.arange(self.positions.shape[1], device=self.keys.device)
+            slot_numbers = torch.arange(self.positions.shape[1], device=self.positions.device)
             return self.positions.masked_fill(slot_numbers >= self.schedule.used, -1)
-        slots = self.schedule.slots(self.keys.device)
+        slots = self.schedule.slots(self.positions.device)
         if isinstance(slots, int):
             if slots >= self.positions.shape[1]:
                 return self.positions
@@ -161,7 +167,9 @@ class PaddedBlock:
         if clock is None:
             self.append(key, value, first)
         else:
-            self._write(key, value, self.schedule.slots_at(clock.row), clock.position)
+            slots = self.schedule.slots_at(clock.row)
+            self.stored.place(key, value, slots, clock.place)
+            self._fill(slots, clock.position)
         out = self.attend(query, q, place, **options)
         schedule = self.schedule
         schedule.now = None
@@ -183,39 +191,34 @@ class PaddedBlock:
             self.schedule.look_up(self.positions.device)
         assert self.schedule.now is not None
         slots, width = self.schedule.now
-        if (width := width + q - 1) > self.keys.shape[1]:
+        if (width := width + q - 1) > self.stored.slots:
             self._ensure(width, spare(width, position + q))
-        if isinstance(slots, int):
-            where: tuple[Any, ...] = (slice(None), slice(slots, slots + q))
-            self.keys[where], self.values[where] = key, value
-            if self.schedule.drops:
-                new = torch.arange(position, position + q, device=key.device) if q > 1 else position
-                self.positions[where] = new
-                if self.bias is not None and self.log_weights is not None:
-                    self.bias[:, 0, slots : slots + q] = 0.0
-                for x in self._zero_for_new:
-                    x[where] = 0.0
-            elif self.positions_ahead[0] < slots + q or self.positions_ahead[1] != position - slots:
-                # These slots and all after them are empty, so their later positions are known.
-                end, offset = self.positions.shape[1], position - slots
-                self.positions[:, slots:] = torch.arange(position, end + offset, device=key.device)
-                self.positions_ahead = end, offset
-        else:
-            self._write(key, value, slots, position)
+        self.stored.write(key, value, slots, position)
+        if not isinstance(slots, int):
+            self._fill(slots, position)
+        elif self.schedule.drops:
+            where = (slice(None), slice(slots, slots + q))
+            new = torch.arange(position, position + q, device=key.device) if q > 1 else position
+            self.positions[where] = new
+            if self.bias is not None and self.log_weights is not None:
+                self.bias[:, 0, slots : slots + q] = 0.0
+            for x in self._zero_for_new:
+                x[where] = 0.0
+        elif self.positions_ahead[0] < slots + q or self.positions_ahead[1] != position - slots:
+            # These slots and all after them are empty, so their later positions are known.
+            end, offset = self.positions.shape[1], position - slots
+            self.positions[:, slots:] = torch.arange(position, end + offset, device=key.device)
+            self.positions_ahead = end, offset
 
-    def _write(self, key: Tensor, value: Tensor, slots: Tensor, position: Place) -> None:
-        """Write the pair [R, 1, D] of one token into each row's slot [R]."""
-        if self.numbers is None:
-            self.numbers = torch.arange(len(self.positions), device=self.keys.device)
-        where = (self.numbers, slots)
-        self.keys[where], self.values[where] = key[:, 0], value[:, 0]
+    def _fill(self, slots: Tensor, position: Place) -> None:
+        """Put one token into each row's slot [R or 1]."""
         # On CUDA `x[rows, slots] = number` sends the number, which makes the host wait and cannot
         # be captured; `scatter_` takes it as an argument.
         index = slots.expand(len(self.positions))[:, None]
         if isinstance(position, int):
             self.positions.scatter_(1, index, position)
         else:
-            self.positions[where] = position
+            self.positions.scatter_(1, index, position.expand(index.shape))
         if self.bias is not None:
             self.bias[:, 0].scatter_(1, index, 0.0)
         for x in self._zero_for_new:
@@ -242,92 +245,95 @@ class PaddedBlock:
         `position` is that of the first; `masked`, bool [R, T], is True at the positions that the
         attention mask hides. Queries, scale and softcap are those of the function `attend`.
         """
-        width = self.keys.shape[1]
+        width = self.stored.slots
         if not self.frozen:
             assert self.schedule.now is not None
             width = self.schedule.now[1] + q - 1
+        visible = self._visible(query, q, width, position, masked)
+        accumulates = self.mass is not None and self.schedule.needs_decode_attention
+        if accumulates and (self.weights is None or self.weights.shape[2] != width):
+            self.weights = torch.empty(*query.shape[:2], width, device=query.device)
+        fast = isinstance(self.stored, PlainKV) and not accumulates and varlen.ENABLED
+        fast = fast and q == 1 and softcap is None and varlen.applies(query)
+        whole, out = softcap is not None or self.inv_freq is not None, list[Tensor]()
+        options: Any = {"scale": scale, "softcap": softcap}
+        for rows, keys, values in self.stored.parts(width, whole=whole):
+            seen = None if visible is None else visible[rows]
+            if self.inv_freq is not None:
+                keys, places = self.stored.unrotated(keys), self.positions[rows, :width]
+                places = places if self.behind is None else closed(places, self.behind[rows])
+                keys = reposition(keys, places, position + q - 1, self.inv_freq)
+            if accumulates and self.weights is not None:
+                with torch.no_grad():
+                    weigh(query[rows], keys, seen, self.weights[rows], **options)
+                if not query.requires_grad:
+                    out.append(mixed(self.weights[rows], values))
+                    continue
+            if fast:
+                slot = torch.arange(1, width + 1, device=query.device, dtype=torch.int32)
+                used = (slot * (self.positions[:, :width] >= 0)).amax(-1)
+                out.append(varlen.varlen_attend(query, keys, values, used, seen, scale))
+            else:
+                out.append(attend(query[rows], keys, values, seen, **options))
+        if accumulates and self.mass is not None and self.weights is not None:
+            R, G, _ = query.shape
+            mean = self.weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
+            self.mass[:, None, :width].baddbmm_(mean, self.weights)
+        return out[0] if len(out) == 1 else torch.cat(out)
 
-        def used(x: Stored) -> Any:
-            if isinstance(x, QuantizedKV):
-                return x.up_to(width)
-            return x if width == x.shape[1] else x[:, :width]
-
-        keys, values = used(self.keys), used(self.values)
+    def _visible(
+        self, query: Tensor, q: int, width: int, position: Place, masked: Tensor | None
+    ) -> Tensor | None:
+        """Return what the queries of q new tokens see, as `visible` of the function `attend`."""
         visible = None if self.bias is None else self.bias[:, :, :width]
+        places = self.positions[:, :width]
         if q > 1 and isinstance(position, int):
-            place, offset = used(self.positions)[:, None], torch.arange(q, device=query.device)
+            place, offset = places[:, None], torch.arange(q, device=query.device)
             visible = (place >= 0) & (place <= position + offset[:, None])
             if self.log_weights is not None:
-                bias = used(self.log_weights)[:, None].to(query.dtype)
+                bias = self.log_weights[:, None, :width].to(query.dtype)
                 visible = bias.masked_fill(~visible, -torch.inf)
         if masked is not None:
-            place = used(self.positions).long()
+            place = places.long()
             in_range = (place >= 0) & (place < masked.shape[1])
             unseen = (masked.gather(1, place.clamp(0, masked.shape[1] - 1)) & in_range)[:, None]
             if visible is None:
                 visible = torch.zeros(unseen.shape, dtype=query.dtype, device=query.device)
             masked_value = False if visible.dtype == torch.bool else -torch.inf
             visible = visible.masked_fill(unseen, masked_value)
-        if self.inv_freq is not None:
-            numbers = keys[:, :] if isinstance(keys, QuantizedKV) else keys
-            places = used(self.positions)
-            places = places if self.behind is None else closed(places, self.behind)
-            keys = reposition(numbers, places, position + q - 1, self.inv_freq)
-        accumulates = self.mass is not None and self.schedule.needs_decode_attention
-        plain = q == 1 and softcap is None and not accumulates and isinstance(keys, Tensor)
-        if varlen.ENABLED and plain and isinstance(values, Tensor) and varlen.applies(query):
-            slot = torch.arange(1, width + 1, device=query.device, dtype=torch.int32)
-            used_slots = (slot * (used(self.positions) >= 0)).amax(-1)
-            return varlen.varlen_attend(query, keys, values, used_slots, visible, scale)
-        if self.mass is None or not accumulates:
-            return attend(query, keys, values, visible, scale=scale, softcap=softcap)
-        if self.weights is None or self.weights.shape[2] != width:
-            self.weights = torch.empty(*query.shape[:2], width, device=query.device)
-        with torch.no_grad():
-            weigh(query, keys, visible, self.weights, scale=scale, softcap=softcap)
-            R, G, _ = query.shape
-            mean = self.weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
-            used(self.mass)[:, None].baddbmm_(mean, self.weights)
-        if query.requires_grad:
-            return attend(query, keys, values, visible, scale=scale, softcap=softcap)
-        return mixed(self.weights, values)
+        return visible
 
     def select(self, chosen: np.ndarray, rows: np.ndarray) -> PaddedBlock:
         """Return a copy of the block's rows `chosen`, which become the layer's rows `rows`."""
         if self.frozen:
             self.thaw()
-        index = torch.from_numpy(chosen).to(self.keys.device)
+        index = torch.from_numpy(chosen).to(self.positions.device)
         return replace(
             self,
             row_numbers=rows,
-            keys=self.keys.index_select(0, index),
-            values=self.values.index_select(0, index),
+            stored=self.stored.index_select(index),
             positions=self.positions[index],
             bias=None if self.bias is None else self.bias[index],
             mass=None if self.mass is None else self.mass[index],
             log_weights=None if self.log_weights is None else self.log_weights[index],
             behind=None if self.behind is None else self.behind[index],
             schedule=self.schedule.select(chosen),
-            numbers=None,
             weights=None,
             frozen=False,
         )
 
     def _ensure(self, width: int, n_reserved: int = 0) -> None:
         """Grow to at least `width` slots; if it has to grow, then for `n_reserved` more tokens."""
-        if width <= self.keys.shape[1]:
+        if width <= self.stored.slots:
             return
         steps = width - self.schedule.width + 1 + n_reserved
-        n_new = max(width, self.schedule.most(steps)) - self.keys.shape[1]
+        n_new = max(width, self.schedule.most(steps)) - self.stored.slots
 
         def grown(x: Tensor, fill: float) -> Tensor:
             return torch.cat([x, x.new_full((x.shape[0], n_new, *x.shape[2:]), fill)], dim=1)
 
-        def longer(x: Stored) -> Stored:
-            return x.grown(n_new) if isinstance(x, QuantizedKV) else grown(x, 0)
-
         lightest = self.schedule.needs_decode_attention
-        self.keys, self.values = longer(self.keys), longer(self.values)
+        self.stored = self.stored.grown(n_new)
         self.positions = grown(self.positions, -1)
         if self.mass is not None:
             self.mass = grown(self.mass, torch.inf if lightest else 0)
@@ -354,8 +360,8 @@ def gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
 
 def attend(
     query: Tensor,
-    keys: Stored,
-    values: Stored,
+    keys: Tensor | Coded,
+    values: Tensor | Coded,
     visible: Tensor | None,
     *,
     scale: float,
@@ -397,7 +403,7 @@ def flash_takes(query: Tensor) -> bool:
 
 
 def masked_logits(
-    query: Tensor, keys: Stored, visible: Tensor | None, scale: float, softcap: float | None
+    query: Tensor, keys: Tensor | Coded, visible: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Return the logits of `attend` in float32 or wider, [R, G * q, U]."""
     logits = products(query, keys, scale)
@@ -413,7 +419,7 @@ def masked_logits(
 
 def weigh(
     query: Tensor,
-    keys: Stored,
+    keys: Tensor | Coded,
     bias: Tensor | None,
     weights: Tensor,
     *,

@@ -133,6 +133,8 @@ class PromptKV:
         measured: float32 [B], the result of `Layers.measure` for the layer sizes; None: not used.
         readers: queries that the weights of groups are fitted to; None: a weight is a count.
         evicted: whether an earlier eviction may have dropped tokens.
+        means: [B, H, 1, D], the means that pairs in few bits are held less, which a row keeps so
+            that it has the same codes when it is stored again; None: pairs were whole.
     """
 
     keys: Tensor
@@ -146,6 +148,7 @@ class PromptKV:
     measured: Tensor | None = None
     readers: ReferenceQueries | None = None
     evicted: bool = False
+    means: Tensor | None = None
 
     @property
     def nbytes(self) -> int:

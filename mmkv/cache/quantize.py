@@ -1,182 +1,351 @@
-"""Kept keys and values in 8 or 4 bits: `wrap(..., kv_dtype="int8")`.
+"""Kept pairs in 8 or 4 bits: `wrap(..., kv_dtype="int8")`.
 
-A token is quantised when its slot is written, and read back in the model's own type, so all other
-code treats slots as without quantisation. Each token's D numbers are one group, or groups of 64 if
-D is a multiple of 64; each group has its own scale and zero point, so a token's codes depend on no
-other token.
+Keys have a few channels with a large constant part and a large spread. So a key is held less its
+row's mean and rotated by a Hadamard matrix with random signs, after which its numbers are alike; a
+query is rotated too, and the mean adds the same to all logits of a row, which softmax ignores. A
+token's key and value are split into groups of 64 numbers, or of all where 64 does not divide them.
+Each group has a step and a lowest number in float16: a code c stands for lowest + c * step.
 
-Codes, packing and reading are those of hqq (github.com/mobiusml/hqq, Apache-2.0), which the
-`QuantizedCache` of transformers uses too: code = round(x / scale + zero), read as
-(code - zero) * scale. Its other backend, optimum-quanto, has no 8 bits (transformers 5.23), and is
-in maintenance mode (github.com/huggingface/optimum-quanto, pull request 408).
+A row's first tokens (one, or the policy's sinks) and the newest generated ones are held in the
+model's type: they get much attention, and the first token's key is unlike all others. Generated
+tokens enter a window; when it is full, its oldest `BULK` are written as codes at once, so the
+newest `NEWEST` are always exact. Rotation: QuaRot (arXiv 2404.00456); recent tokens: KIVI (arXiv
+2402.02750).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import Any
+import math
+import random
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 BITS = {"int8": 8, "int4": 4}
+# Generated tokens that are always exact, that are written as codes at once, and both together.
+NEWEST, BULK = 32, 16
+WINDOW = NEWEST + BULK
 _GROUP = 64
 # The number of codes that attention unpacks at a time: on a CPU as many as fit its cache.
-_CPU_PIECE, _DEVICE_PIECE = 2**20, 2**28
-# Limits of hqq: the range below which a group has one code, and the largest 1 / scale.
-_SMALLEST_RANGE, _MOST_SCALED = 1e-4, 2e4
-_PARAMETERS = torch.float16
+_CPU_PIECE, _DEVICE_PIECE = 2**19, 2**28
+_RANGES = torch.float16
+# Steps and lowest numbers of groups are at most the largest float16, and steps at least this.
+_LEAST_STEP, _MOST = 2.0**-14, torch.finfo(_RANGES).max
+
+
+class Coded(NamedTuple):
+    """Keys or values of some rows as their codes, to be multiplied without reading them.
+
+    Where a slot is held exactly, `codes` are its numbers, with a step of 1 and a lowest of 0.
+    """
+
+    codes: Tensor  # float32 [R, S, D], or the model's type if that is wider
+    step: Tensor  # [R, G, S], of each group
+    lowest: Tensor  # [R, G, S]
+    mean: Tensor | None = None  # [R, 1, D], what to add to every key; None: softmax ignores it
+
+    def products(self, query: Tensor) -> Tensor:
+        """Return the inner products of queries [R, Q, D] with every slot: [R, Q, S]."""
+        total: Tensor | None = None
+        for q, codes, step, lowest in zip(*self._groups(query), strict=True):
+            shift = q.sum(-1, keepdim=True) * lowest
+            product = torch.addcmul(shift, q @ codes.mT, step)
+            total = product if total is None else total.add_(product)
+        assert total is not None
+        return total if self.mean is None else total.add_(query @ self.mean.mT)
+
+    def mixed(self, weights: Tensor) -> Tensor:
+        """Return the sums of all slots by weights [R, Q, S]: [R, Q, D]."""
+        sums = [
+            torch.baddbmm(weights @ lowest.mT, weights * step, codes)
+            for _, codes, step, lowest in zip(*self._groups(self.codes), strict=True)
+        ]
+        return sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
+
+    def numbers(self) -> Tensor:
+        """Return what the codes stand for, [R, S, D]."""
+        step, lowest = (x.mT[..., None] for x in (self.step, self.lowest))
+        groups = self.codes.unflatten(-1, (step.shape[2], -1))
+        numbers = torch.addcmul(lowest, groups, step).flatten(-2)
+        return numbers if self.mean is None else numbers.add_(self.mean)
+
+    def _groups(self, x: Tensor) -> tuple[tuple[Tensor, ...], ...]:
+        """Return parts of x [..., D], codes, steps and lowest numbers of each group."""
+        G = self.step.shape[1]
+        parts = x.chunk(G, -1), self.codes.chunk(G, -1), self.step.split(1, 1)
+        return *parts, self.lowest.split(1, 1)
 
 
 class QuantizedKV:
-    """Rows of tokens in 8 or 4 bits, indexed by row and slot like a tensor [R, S, D].
+    """The pairs of R rows in S slots, in 8 or 4 bits, but for a few that are held exactly.
+
+    A pair is W = D + Dv numbers: its key, rotated and less the row's mean, and its value. What is
+    to be saved are the five tensors, `start` and `opened`; all else follows from the wrap.
 
     Attributes:
-        codes: uint8 [R, S, D] for 8 bits; [R, S, D / 2] for 4 bits, with the first half of a
-            token's numbers in the high bits and the second half in the low bits.
-        scale, zero: float16 [R, S, G], for each of a token's G groups.
-        dtype: the type of the numbers before quantisation and after reading.
+        codes: uint8 [R, S, W] in 8 bits; [R, S, ceil(W / 2)] in 4 bits, where byte j has number 2 j
+            in its low bits and number 2 j + 1 in its high ones.
+        ranges: float16 [R, 2, G, S], the step and the lowest number of each group of a pair; 1 and
+            0 for a slot that is empty or held exactly.
+        exact: [R, X, W] in the model's type, pairs that are held exactly: `WINDOW` places for
+            generated tokens, if it is `opened`, and behind them the row's first tokens.
+        exact_slots: int64 [R, X], the slot of each. Places without a token of their own repeat
+            another one's slot and pair.
+        mean: [R, 1, D], subtracted from rotated keys; float32, or the model's type if wider.
+        start: the position of the token that enters the window at its place 0.
+        opened: whether there is a window, from the first generated token on.
+        reuses: whether a new token may take a slot that was in use.
     """
 
     def __init__(
-        self, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, dtype: torch.dtype
+        self,
+        codes: Tensor,
+        ranges: Tensor,
+        exact: Tensor,
+        exact_slots: Tensor,
+        mean: Tensor,
+        *,
+        bits: int,
+        start: int,
+        opened: bool,
+        reuses: bool,
     ) -> None:
-        self.codes, self.scale, self.zero = codes, scale, zero
-        self.bits, self.dtype = bits, dtype
+        self.codes, self.ranges, self.exact = codes, ranges, exact
+        self.exact_slots, self.mean = exact_slots, mean
+        self.bits, self.start, self.opened, self.reuses = bits, start, opened, reuses
+        self.rows = torch.arange(len(codes), device=codes.device)[:, None]
+        self.exact_range = ranges.new_zeros(2, 1)
+        self.exact_range[0].fill_(1.0)
 
     @classmethod
-    def of(cls, x: Tensor, kv_dtype: str) -> QuantizedKV:
-        """Quantise tokens [R, S, D].
+    def of(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        filled: Tensor,
+        exact_slots: Tensor,
+        *,
+        mean: Tensor | None = None,
+        **how: Any,
+    ) -> QuantizedKV:
+        """Quantise the pairs [R, S, D] and [R, S, Dv] in slots that are `filled`, bool [R, S].
 
-        Raises:
-            ValueError: `kv_dtype` is unknown, or D is odd in 4 bits.
+        Those at `exact_slots` are held exactly. `mean` is that of earlier pairs of these rows, or
+        None for that of these keys, the exact ones left out. Other arguments are attributes.
         """
-        check(kv_dtype, x.shape[-1])
-        return cls(*_quantise(x, BITS[kv_dtype]), BITS[kv_dtype], x.dtype)
+        matrix = rotation(keys.shape[-1], keys.dtype, keys.device)
+        keys = keys.to(matrix.dtype) @ matrix
+        coded = filled.scatter(1, exact_slots, False)
+        if mean is None:
+            counted = coded.to(keys.dtype)[:, None]
+            mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
+        pairs = torch.cat([keys.sub_(mean), values.to(keys.dtype)], dim=-1)
+        codes, ranges = _quantised(pairs, how["bits"], _group(keys.shape[-1], values.shape[-1]))
+        ranges = ranges.permute(0, 2, 3, 1).contiguous()
+        ranges[:, 0].masked_fill_(~coded[:, None], 1.0)
+        ranges[:, 1].masked_fill_(~coded[:, None], 0.0)
+        exact = pairs.take_along_dim(exact_slots[..., None], dim=1).to(values.dtype)
+        return cls(codes, ranges, exact, exact_slots, mean, **how)
 
     @property
-    def shape(self) -> torch.Size:
-        """[R, S, D]."""
-        return torch.Size([*self.codes.shape[:2], self.codes.shape[2] * 8 // self.bits])
+    def dtype(self) -> torch.dtype:
+        """The model's type, of the pairs that are held exactly and of those that are read."""
+        return self.exact.dtype
 
     @property
-    def exact(self) -> torch.dtype:
-        """The type in which codes are converted: float32, or the stored type if it is wider."""
-        return torch.promote_types(self.dtype, torch.float32)
+    def slots(self) -> int:
+        """S."""
+        return self.codes.shape[1]
 
     @property
-    def device(self) -> torch.device:
-        """The device of the codes, scales and zero points."""
-        return self.codes.device
+    def rotation(self) -> Tensor:
+        """What keys were, and queries are to be, multiplied by: [D, D], in the type of `mean`."""
+        return rotation(self.mean.shape[-1], self.mean.dtype, self.mean.device)
+
+    @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.codes, self.ranges, self.exact, self.exact_slots, self.mean
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        names = ("bits", "start", "opened", "reuses")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of codes, scales and zero points."""
+        """Bytes of the storages of codes, steps, lowest numbers, exact pairs and means."""
         return sum(x.untyped_storage().nbytes() for x in self._tensors)
 
+    def nbytes_of(self, slots: int) -> int:
+        """Return the bytes of a row with so many slots and a window."""
+        n_exact = self.exact.shape[1] + (0 if self.opened else WINDOW)
+        per_slot = _row_bytes(self.codes[:, :1]) + _row_bytes(self.ranges[..., :1])
+        per_exact = _row_bytes(self.exact[:, :1]) + _row_bytes(self.exact_slots[:, :1])
+        return slots * per_slot + n_exact * per_exact + _row_bytes(self.mean)
+
     @property
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.codes, self.scale, self.zero
+    def full_pair_bytes(self) -> int:
+        """Bytes of a pair in the model's type."""
+        return _row_bytes(self.exact[:, :1])
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> QuantizedKV:
-        """Apply `change` to codes, scales and zero points."""
-        codes, scale, zero = map(change, self._tensors)
-        return QuantizedKV(codes, scale, zero, self.bits, self.dtype)
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Return all keys [R, S, D] and values [R, S, Dv] in the model's type, in new storage."""
+        parts = self.parts(self.slots, whole=True)
+        both = [(keys.numbers(), values.numbers()) for _, keys, values in parts]
+        keys, values = (torch.cat(x) for x in zip(*both, strict=True))
+        return self.unrotated(keys).to(self.dtype), values.to(self.dtype)
 
-    def __getitem__(self, where: Any) -> Tensor:
-        """Read the tokens at rows and slots `where` into new storage of type `dtype`."""
-        codes, scale, zero = (x[where] for x in self._tensors)
-        return _read(codes, scale, zero, self.bits, self.dtype)
+    def unrotated(self, keys: Tensor | Coded) -> Tensor:
+        """Return keys [R, S, D] as the model made them, of rotated ones with their mean."""
+        keys = keys.numbers() if isinstance(keys, Coded) else keys
+        return keys @ self.rotation.mT
 
-    def up_to(self, width: int) -> QuantizedKV:
-        """Return the first `width` slots, as views."""
-        return self._each(lambda x: x[:, :width])
+    def parts(self, width: int, *, whole: bool) -> Iterator[tuple[slice, Coded, Coded]]:
+        """Unpack the first `width` slots of some rows at a time: these rows, keys and values.
 
-    def products(self, query: Tensor) -> Tensor:
-        """Return the inner products of queries [R, Q, D] with every token: [R, Q, S].
-
-        Scale and zero point are applied to each group's product with the codes, for some rows each:
-        sum(q * (c - zero) * scale) = scale * (sum(q * c) - zero * sum(q)).
+        With `whole` the mean is added to the keys.
         """
-        products = query.new_empty(*query.shape[:2], self.shape[1])
-        for rows in self._pieces():
-            codes, scale, zero = self._groups(rows, query.dtype)
-            total: Tensor | float = 0.0
-            for q, c, s, z in zip(
-                query[rows].chunk(len(scale), -1), codes, scale, zero, strict=True
-            ):
-                shift = q.sum(-1, keepdim=True) @ z.mT
-                total = torch.baddbmm(shift, q, c.mT, beta=-1).mul_(s.mT).add_(total)
-            products[rows] = total
-        return products
+        R, D = len(self.codes), self.mean.shape[-1]
+        W, n_key = self.exact.shape[-1], D // _group(D, self.exact.shape[-1] - D)
+        most = _CPU_PIECE if self.codes.device.type == "cpu" else _DEVICE_PIECE
+        n = max(1, most // max(1, width * W))
+        for rows in (slice(a, min(a + n, R)) for a in range(0, R, n)):
+            numbers = _unpacked(self.codes[rows, :width], self.bits, W, self.mean.dtype)
+            where = self.rows[: len(numbers)], self.exact_slots[rows]
+            numbers[where] = self.exact[rows].to(numbers.dtype)
+            step, lowest = self.ranges[rows, ..., :width].to(numbers.dtype).unbind(1)
+            mean = self.mean[rows] if whole else None
+            yield (
+                rows,
+                Coded(numbers[..., :D], step[:, :n_key], lowest[:, :n_key], mean),
+                Coded(numbers[..., D:], step[:, n_key:], lowest[:, n_key:]),
+            )
 
-    def mixed(self, weights: Tensor) -> Tensor:
-        """Return sums of all tokens by weights [R, Q, S]: [R, Q, D]; computed like `products`."""
-        sums = weights.new_empty(*weights.shape[:2], self.shape[2])
-        for rows in self._pieces():
-            codes, scale, zero = self._groups(rows, weights.dtype)
-            group_sums = sums[rows].chunk(len(scale), -1)
-            for out, c, s, z in zip(group_sums, codes, scale, zero, strict=True):
-                scaled = weights[rows] * s.mT
-                out.copy_(torch.baddbmm(scaled @ z, scaled, c, beta=-1))
-        return sums
+    def write(self, key: Tensor, value: Tensor, slots: int | Tensor, position: int) -> None:
+        """Hold the pairs of q new tokens exactly, the first at `position`.
 
-    def _pieces(self) -> list[slice]:
-        """Return the slices of rows whose codes are unpacked at a time."""
-        max_codes = _CPU_PIECE if self.device.type == "cpu" else _DEVICE_PIECE
-        R, n = len(self.codes), max(1, max_codes // max(1, self.shape[1] * self.shape[2]))
-        return [slice(a, min(a + n, R)) for a in range(0, R, n)]
+        Keys [R, q, D] are rotated. `slots` is the first of q slots that all rows use, or int64 [R]
+        for one token.
+        """
+        pairs, q = self._pairs(key, value), key.shape[1]
+        done = 0
+        while done < q:
+            self.make_room(position + done)
+            place = self.place_of(position + done)
+            n = min(BULK - place % BULK, q - done)
+            at = slice(place, place + n)
+            self.exact[:, at] = pairs[:, done : done + n]
+            if isinstance(slots, int):
+                first = slots + done
+                new = torch.arange(first, first + n, device=key.device) if n > 1 else first
+                self.exact_slots[:, at] = new
+            else:
+                self.exact_slots[:, at] = slots[:, None]
+            for i in range(done, done + n) if self.reuses else ():
+                self._replace(pairs[:, i : i + 1], slots + i)
+            done += n
 
-    def _groups(self, rows: slice, dtype: torch.dtype) -> tuple[Sequence[Tensor], ...]:
-        """Return codes [r, S, width], scales and zero points [r, S, 1] of each of the G groups."""
-        codes, scale, zero = (x[rows] for x in self._tensors)
-        numbers = _unpacked(codes, self.bits, dtype)
-        G = scale.shape[-1]
-        return numbers.chunk(G, -1), scale.to(dtype).chunk(G, -1), zero.to(dtype).chunk(G, -1)
+    def place(self, key: Tensor, value: Tensor, slots: Tensor, place: Tensor) -> None:
+        """Do the same for one token at a place [1] of the window, without the host.
 
-    def __setitem__(self, where: Any, x: Tensor) -> None:
-        """Quantise x [..., D] into rows and slots `where`."""
-        self.codes[where], self.scale[where], self.zero[where] = _quantise(x, self.bits)
+        The host has called `make_room`; slots are int64 [R or 1].
+        """
+        pairs = self._pairs(key, value)
+        self.exact.index_copy_(1, place, pairs)
+        self.exact_slots.index_copy_(1, place, slots[:, None].expand(len(pairs), 1))
+        if self.reuses:
+            self._replace(pairs, slots)
 
-    def index_select(self, dim: int, index: Tensor) -> QuantizedKV:
-        """Return a copy of the rows `index`, which may repeat, as stored; `dim` is 0."""
-        return self._each(lambda x: x.index_select(dim, index))
+    def place_of(self, position: int) -> int:
+        """Return the place in the window of the token at `position`."""
+        return (position - self.start) % WINDOW
+
+    def _pairs(self, key: Tensor, value: Tensor) -> Tensor:
+        return torch.cat([key - self.mean, value.to(key.dtype)], dim=-1).to(self.dtype)
+
+    def _replace(self, pairs: Tensor, slots: int | Tensor) -> None:
+        """Let new pairs [R, 1, W] take the slots of dropped ones, wherever these are held."""
+        if isinstance(slots, int):
+            self.ranges[:, 0, :, slots], self.ranges[:, 1, :, slots] = 1.0, 0.0
+            same = self.exact_slots == slots
+        else:
+            self._exact_range(slots[:, None].expand(len(pairs), 1))
+            same = self.exact_slots == slots[:, None]
+        self.exact.copy_(torch.where(same[..., None], pairs, self.exact))
+
+    def _exact_range(self, slots: Tensor) -> None:
+        """Set step and lowest number to 1 and 0 at `slots` [R, n]."""
+        self.ranges[self.rows, :, :, slots] = self.exact_range
+
+    def make_room(self, position: int) -> None:
+        """Make a place in the window for the token at `position`.
+
+        The places that it and later tokens will take are in codes then. Work of the host between
+        steps: a replayed step does none of it.
+        """
+        if not self.opened:
+            last = self.exact[:, -1:].expand(-1, WINDOW, -1), self.exact_slots[:, -1:]
+            self.exact = torch.cat([last[0], self.exact], dim=1)
+            self.exact_slots = torch.cat([last[1].expand(-1, WINDOW), self.exact_slots], dim=1)
+            self.opened = True
+        n_written = position - self.start
+        if n_written < WINDOW or n_written % BULK:
+            return
+        at = slice(n_written % WINDOW, n_written % WINDOW + BULK)
+        slots, D = self.exact_slots[:, at].clone(), self.mean.shape[-1]
+        pairs = self.exact[:, at].to(self.mean.dtype)
+        codes, ranges = _quantised(pairs, self.bits, _group(D, pairs.shape[-1] - D))
+        self.codes[self.rows, slots] = codes
+        self.ranges[self.rows, :, :, slots] = ranges
+        self.exact[:, at], self.exact_slots[:, at] = self.exact[:, -1:], self.exact_slots[:, -1:]
+        # A slot that one of these tokens had left is written too: a newer token there stays exact.
+        self._exact_range(self.exact_slots)
+
+    def index_select(self, rows: Tensor) -> QuantizedKV:
+        """Return a copy of the rows, which may repeat, as stored."""
+        return QuantizedKV(*(x.index_select(0, rows) for x in self._tensors), **self._how)
 
     def grown(self, n_new: int) -> QuantizedKV:
-        """Return the same tokens with `n_new` empty slots behind them, in new storage."""
-        return self._each(lambda x: pad(x, (0, 0, 0, n_new)))
+        """Return the same pairs with `n_new` empty slots behind them, in new storage."""
+        _, *tensors = self._tensors
+        ranges = pad(self.ranges, (0, n_new))
+        ranges[:, 0, :, self.slots :] = 1.0
+        codes = pad(self.codes, (0, 0, 0, n_new))
+        return QuantizedKV(codes, ranges, *tensors[1:], **self._how)
 
 
-Stored = Tensor | QuantizedKV
-
-
-def check(kv_dtype: str | None, head_dim: int | None = None) -> None:
+def check(kv_dtype: str | None) -> None:
     """Check that kept pairs can be stored as `kv_dtype`; None is the model's own type.
 
     Raises:
-        ValueError: it is unknown, `head_dim` is odd in 4 bits, or hqq is not installed.
+        ValueError: it is unknown.
     """
-    if kv_dtype is None:
-        return
-    if kv_dtype not in BITS:
+    if kv_dtype is not None and kv_dtype not in BITS:
         raise ValueError(
             f"kv_dtype={kv_dtype!r}: expected {' or '.join(map(repr, BITS))}, "
             "or None for the model's own type"
         )
-    if BITS[kv_dtype] == 4 and head_dim is not None and head_dim % 2:
-        raise ValueError(
-            f"kv_dtype={kv_dtype!r} packs two numbers into a byte, but a head has {head_dim}: "
-            "use 'int8'"
-        )
-    if find_spec("hqq") is None:
-        raise ValueError(f"kv_dtype={kv_dtype!r} needs hqq: pip install 'mmkv[quant]'")
 
 
-def nbytes(x: Stored) -> int:
-    """Return the bytes of the storages."""
-    return x.nbytes if isinstance(x, QuantizedKV) else x.untyped_storage().nbytes()
+@lru_cache
+def rotation(D: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an orthonormal matrix [D, D]: random signs, then Hadamard matrices along the diagonal.
+
+    Each is of the largest power of two that divides D. The type is float32, or `dtype` if wider.
+    """
+    size, signs = D & -D, random.Random(0)
+    number = torch.arange(size)
+    shared_bits = number[:, None] & number
+    parity = sum((shared_bits >> i) & 1 for i in range(size.bit_length())) % 2
+    hadamard = (1.0 - 2.0 * parity.double()) / math.sqrt(size)
+    with torch.inference_mode(False):
+        matrix = torch.block_diag(*[hadamard] * (D // size))
+        matrix = matrix * torch.tensor([[1.0 if signs.random() < 0.5 else -1.0] for _ in range(D)])
+        return matrix.to(device, torch.promote_types(dtype, torch.float32))
 
 
 def squares(exact: Tensor, stored: Tensor, filled: Tensor) -> Tensor:
@@ -195,65 +364,50 @@ def relative_error(squares: Tensor) -> Tensor:
     return (error / exact.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
 
 
-def _quantise(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, scales and zero points of tokens [..., D] in the layout of `QuantizedKV`.
+def _group(D: int, Dv: int) -> int:
+    """Return how many numbers share a step, for keys of D and values of Dv numbers."""
+    common = math.gcd(D, Dv)
+    return _GROUP if common % _GROUP == 0 else common
 
-    Bit for bit those of hqq's `Quantizer.quantize`, without its search for better zero points, in
-    which groups influence each other. That function empties torch's CUDA cache twice a call, after
-    which memory is allocated again: too slow for each layer of each step.
-    """
-    D, levels = x.shape[-1], 2**bits - 1
-    width = _GROUP if D % _GROUP == 0 else D
-    groups = x.reshape(-1, width).float()
-    low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
-    span = high - low
-    scale = (levels / span).masked_fill(span <= _SMALLEST_RANGE, 1.0).clamp(max=_MOST_SCALED)
-    zero = -low * scale
-    codes, scale = (groups * scale + zero).round_().clamp_(0, levels), 1.0 / scale
-    # A zero point too large for float16 means a tiny range: such a group is stored as one number.
-    is_constant = zero.abs() > torch.finfo(_PARAMETERS).max
-    codes = codes.masked_fill(is_constant, 0).to(torch.uint8).view(*x.shape)
-    zero, scale = torch.where(is_constant, zero * scale, zero), scale.masked_fill(is_constant, 1.0)
+
+def _row_bytes(x: Tensor) -> int:
+    return x[0].numel() * x.element_size()
+
+
+def _quantised(pairs: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+    """Return packed codes [R, n, ...], steps and lowest numbers [R, n, 2, G] of pairs [R, n, W]."""
+    groups, levels = pairs.unflatten(-1, (-1, group)), 2**bits - 1
+    low, high = groups.aminmax(dim=-1)
+    step = ((high - low) / levels).clamp(_LEAST_STEP, _MOST).to(_RANGES)
+    ranges = torch.stack([step, low.clamp(-_MOST, _MOST).to(_RANGES)], dim=-2)
+    step, low = (x[..., None] for x in ranges.to(pairs.dtype).unbind(-2))
+    codes = ((groups - low) / step).round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
     if bits == 4:
-        from hqq.core.quantize import Quantizer  # takes seconds the first time
-
-        halves = codes.unflatten(-1, (2, D // 2)).movedim(-2, 0)
-        codes = Quantizer.pack["4bit_u8"](halves)[0]
-    shape = (*x.shape[:-1], D // width)
-    return codes, scale.to(_PARAMETERS).view(shape), zero.to(_PARAMETERS).view(shape)
+        codes = pad(codes, (0, codes.shape[-1] % 2))
+        codes = codes[..., ::2] | (codes[..., 1::2] << 4)
+    return codes, ranges
 
 
-def _read(codes: Tensor, scale: Tensor, zero: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return the numbers [..., D] of codes; in place, as each step reads all of a layer's."""
-    x = _unpacked(codes, bits, torch.promote_types(dtype, torch.float32)).unflatten(
-        -1, (scale.shape[-1], -1)
-    )
-    x.sub_(zero.to(x.dtype)[..., None]).mul_(scale.to(x.dtype)[..., None])
-    return x.flatten(-2).to(dtype)
+def _unpacked(codes: Tensor, bits: int, W: int, dtype: torch.dtype) -> Tensor:
+    """Return codes as numbers [..., W]."""
+    if bits == 4:  # a byte becomes two, on machines whose first byte is the lowest
+        wide = codes.to(torch.int16)
+        codes = (wide << 4).bitwise_or_(wide).bitwise_and_(0x0F0F).view(torch.uint8)[..., :W]
+    return codes.to(dtype)
 
 
-def _unpacked(codes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return codes as numbers [..., D]."""
-    if bits == 8:
-        return codes.to(dtype)
-    half = codes.shape[-1]
-    numbers = torch.empty(*codes.shape[:-1], 2 * half, dtype=dtype, device=codes.device)
-    numbers[..., :half], numbers[..., half:] = codes >> 4, codes & 15
-    return numbers
-
-
-def products(query: Tensor, keys: Stored, scale: float) -> Tensor:
-    """Return the logits [R, Q, U] of queries [R, Q, D]; in float32 or wider on CUDA."""
-    if isinstance(keys, QuantizedKV):
-        return keys.products(query.to(keys.exact) * scale)
+def products(query: Tensor, keys: Tensor | Coded, scale: float) -> Tensor:
+    """Return the logits [R, Q, S] of queries [R, Q, D]; in float32 or wider on CUDA."""
+    if isinstance(keys, Coded):
+        return keys.products(query * scale)
     trains = torch.is_grad_enabled() and query.requires_grad
     if query.is_cuda and query.itemsize == 2 and not trains:
         return torch.bmm(query, keys.mT, out_dtype=torch.float32).mul_(scale)
     return (query * scale) @ keys.mT
 
 
-def mixed(weights: Tensor, values: Stored) -> Tensor:
-    """Return the sums of values by weights [R, Q, U], in the model's type: [R, Q, D]."""
-    if isinstance(values, QuantizedKV):
-        return values.mixed(weights.to(values.exact)).to(values.dtype)
+def mixed(weights: Tensor, values: Tensor | Coded) -> Tensor:
+    """Return the sums of values by weights [R, Q, S]: [R, Q, D]."""
+    if isinstance(values, Coded):
+        return values.mixed(weights.to(values.codes.dtype))
     return weights.to(values.dtype) @ values

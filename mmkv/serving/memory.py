@@ -78,4 +78,4 @@ def _grown(block: PaddedBlock, new: int) -> int:
     steps = new + 1 + spare(width, 2 * width)
     # Schedules are planned `AHEAD` steps at a time, and storage grows to what is planned.
     max_slots = min(schedule.most(steps + AHEAD), schedule.used + steps)
-    return -(-block.nbytes // slots) * max(slots, max_slots, capacity(width))
+    return block.nbytes_of(max(slots, max_slots, capacity(width)))

@@ -18,6 +18,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import Decoding, outside_inference_mode, refuse_gradient
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.cache.plain import PlainKV
 from mmkv.contexts import Context
 from mmkv.parts.slots import plan as plan_slots
 from mmkv.parts.slots import send
@@ -101,7 +102,7 @@ class Pool:
         alike = {x.batch for x in kept} == {1} and len({x.heads for x in kept}) == 1
         # Shared blocks have pairs in the model's type with a bias, and no more.
         plain = all(
-            isinstance(block.keys, Tensor)
+            isinstance(block.stored, PlainKV)
             and block.inv_freq is None
             and not block.schedule.needs_decode_attention
             for x in kept

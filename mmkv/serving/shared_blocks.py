@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmkv.cache.padded_blocks import PaddedBlock, attend, masked_logits
+from mmkv.cache.plain import PlainKV
 from mmkv.contexts import Context
 from mmkv.parts.slots import GrowingSlots, send
 
@@ -41,8 +42,9 @@ class SharedBlock:
         # Keys [C, S, D], values [C, S, Dv] and bias [C, S, 1], of which the first rows are in use.
         # The bias is added to the logits: -inf in empty slots, elsewhere the logarithm of the
         # pair's weight.
-        widths = (like.keys.shape[-1], like.values.shape[-1], 1)
-        self.stored = [like.keys.new_empty(0, 0, width) for width in widths]
+        keys, values = like.stored.keys, like.stored.values
+        widths = (keys.shape[-1], values.shape[-1], 1)
+        self.stored = [keys.new_empty(0, 0, width) for width in widths]
         # Which rows of the batch lie here, int64 [n], and the slots in use of each.
         self.rows = self.used = np.empty(0, dtype=np.int64)
 
@@ -64,12 +66,12 @@ class SharedBlock:
 
     def add(self, rows: np.ndarray, block: Any) -> None:
         """Copy the pairs of a request's block into rows of this one."""
-        width = min(block.schedule.width, block.keys.shape[1])
+        width = min(block.schedule.width, block.stored.slots)
         first, n = len(self.rows), len(self.rows) + len(rows)
         C, S, _ = self.stored[0].shape
         if n > C or width > S:
             self.resize(n, max(width, self.used.max(initial=0)))
-        tensors = (block.keys, block.values, block.slot_bias().mT)
+        tensors = (block.stored.keys, block.stored.values, block.slot_bias().mT)
         for x, new, empty in zip(self.stored, tensors, (0, 0, -torch.inf), strict=True):
             x[first:n, :width] = new[:, :width]
             x[first:n, width:] = empty  # earlier rows may have left NaN there
@@ -211,7 +213,8 @@ class SharedPrefix:
 def _in_use(block: Any) -> tuple[Any, ...]:
     n = block.schedule.used  # of the longest row; a row may use none
     bias = None if block.bias is None else block.bias[:, :, :n]
-    return send(block.row_numbers, block.keys.device), block.keys[:, :n], block.values[:, :n], bias
+    keys, values = (x[:, :n] for x in (block.stored.keys, block.stored.values))
+    return send(block.row_numbers, keys.device), keys, values, bias
 
 
 def part(
@@ -255,8 +258,7 @@ def tails(
             if block.schedule.drops or (counts != counts[0]).any():
                 return None
             index = is_tail.nonzero()[:, 1].view(len(counts), -1)
-            old: Any = block
-            keys, values = (x.take_along_dim(index[..., None], 1) for x in (old.keys, old.values))
+            stored = PlainKV(*(x.take_along_dim(index[..., None], 1) for x in block.stored.read()))
             positions, schedule = block.positions.gather(1, index), GrowingSlots(counts=counts)
-            layer.append(PaddedBlock(block.row_numbers, keys, values, positions, None, schedule))
+            layer.append(PaddedBlock(block.row_numbers, stored, positions, None, schedule))
     return layers

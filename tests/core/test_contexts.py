@@ -458,11 +458,11 @@ HOSTILE = {
     "header a list": lambda tensors, about: "[]",
     "header nested": lambda tensors, about: "[" * 10**5,
     "header a long number": lambda tensors, about: "9" * 5000,
-    "header of one entry": lambda tensors, about: json.dumps({"version": 3}),
+    "header of one entry": lambda tensors, about: json.dumps({"version": 4}),
     **{
         f"{name}={value!r}": said(name, value)
         for name, values in {
-            "version": (2, 4, True, "3", None, 3.0),
+            "version": (3, 5, True, "4", None, 4.0),
             "plan": ("", "{}", "[]", "[" * 10**5, 3, None),
             "weights": ("", 3),
             "dtype": ("torch.float16", "nonsense", 3),

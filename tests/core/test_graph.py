@@ -70,10 +70,9 @@ def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
 
 def codes(block, other):
     """How far codes of two blocks are apart, in the slots that both have."""
-    for name in ("keys", "values"):
-        mine, theirs = (getattr(x, name).codes.int() for x in (block, other))
-        n = min(mine.shape[1], theirs.shape[1])
-        yield (mine[:, :n] - theirs[:, :n]).abs()
+    mine, theirs = (x.stored.codes.int() for x in (block, other))
+    n = min(mine.shape[1], theirs.shape[1])
+    yield (mine[:, :n] - theirs[:, :n]).abs()
 
 
 @pytest.mark.parametrize(

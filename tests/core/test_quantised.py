@@ -1,4 +1,4 @@
-"""Kept pairs in 8 and 4 bits: their codes are hqq's, and evicting is masking among what they say.
+"""Kept pairs in 8 and 4 bits: which are exact, what codes say, and evicting is masking among that.
 
 Models and inputs are float64, so that two ways of computing a number agree on its code.
 """
@@ -10,18 +10,19 @@ import io
 import pytest
 import rich
 import torch
-from hqq.core.quantize import Quantizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmkv
+from helpers.few_bits import Row, fake_quantise, rotated_by
 from helpers.marks import cases
-from helpers.masking import fake_quantise, masked_logits
+from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
 from mmkv.cache import quantize
+from mmkv.cache.padded_blocks import attend
 from mmkv.cache.quantize import BITS, QuantizedKV
 
-NEW = 10
+NEW = 52  # the window is full after 48, and its oldest tokens are written as codes
 ROWS = (56, 29, 41)
 COMPOSED = [
     Variant("prefixkv", (("merge", "position"),)),
@@ -58,7 +59,8 @@ def agrees(model, inputs, variant, kv_dtype, new=NEW):
     with mmkv.wrapped(model, variant.policy, variant.budget, kv_dtype=kv_dtype, **options):
         logits, tokens, cache, held = generate(model, inputs, new=new)
     how = {"merge": policy.merge, "reposition": policy.reposition}
-    expected = masked_logits(model, inputs, tokens, held, bits=BITS[kv_dtype], **how)
+    bits = {"bits": BITS[kv_dtype], "n_first": max(1, policy.sinks)}
+    expected = masked_logits(model, inputs, tokens, held, **bits, **how)
     torch.testing.assert_close(logits.double(), expected, atol=closeness(policy), rtol=0)
     unquantised = masked_logits(model, inputs, tokens, held, **how)
     assert (logits[1:] - unquantised[1:]).abs().max() > 2e-2, "the oracle saw nothing"
@@ -80,7 +82,7 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", BITS)
 @cases("policy", ["prefixkv", "streaming", "adakv", "xkv"], "prefixkv")
 def test_turns_equal_masking(doubles, policy, kv_dtype):
-    """A new turn reads what the last one kept; stored once more, it has the same codes."""
+    """A new turn reads what the last one kept; what was in codes has the same codes again."""
     model, inputs = doubles("llava-llama"), exact(make_inputs("llava-llama", ROWS))
     with mmkv.wrapped(model, policy, 0.3, kv_dtype=kv_dtype, **short(policy)):
         options = {"new": 5, "suppress_tokens": [IMAGE]}
@@ -95,49 +97,63 @@ def test_turns_equal_masking(doubles, policy, kv_dtype):
     feeds = [{"input_ids": words[:, t : t + 1]} for t in range(words.shape[1] - 1)]
     turn = {"pixel_values": second["pixel_values"], "input_ids": second["input_ids"][:, start:]}
     feeds += [turn, *({"input_ids": answer[:, t : t + 1]} for t in range(answer.shape[1] - 1))]
-    expected = masked_logits(model, inputs, feeds, held + kept, bits=BITS[kv_dtype])
+    n_first = max(1, mmkv.get_policy(policy).sinks)
+    bits = {"bits": BITS[kv_dtype], "n_first": n_first}
+    expected = masked_logits(model, inputs, feeds, held + kept, **bits)
     torch.testing.assert_close(torch.cat([first, more]).double(), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
 def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
-    """Slots are added when none is left; tokens fed together get the codes they get alone."""
+    """Slots are added when none is left; tokens fed together are held as they are alone."""
     model, inputs = doubles("llama"), make_inputs("llama", (30,))
-    new = torch.randint(4, 100, (1, 40), generator=torch.Generator().manual_seed(1))
+    new = torch.randint(4, 100, (1, 70), generator=torch.Generator().manual_seed(1))
     with mmkv.wrapped(model, "snapkv", 0.5, kv_dtype=kv_dtype, **short("snapkv")), torch.no_grad():
         together = model(**inputs, use_cache=True).past_key_values
         apart = copy.deepcopy(together)
-        logits = model(input_ids=new, past_key_values=together).logits
-        one_by_one = [model(input_ids=t, past_key_values=apart).logits for t in new.split(1, dim=1)]
-    torch.testing.assert_close(logits, torch.cat(one_by_one, dim=1), atol=1e-4, rtol=0)
-    for a, b in zip(together.compressed, apart.compressed, strict=True):
-        n = 15 + 40
-        assert torch.equal(a.blocks[0].positions[:, :n], b.blocks[0].positions[:, :n])
-        assert torch.equal(a.blocks[0].keys.codes[:, :n], b.blocks[0].keys.codes[:, :n])
+        logits = model(input_ids=new[:, :40], past_key_values=together).logits
+        model(input_ids=new[:, 40:], past_key_values=together)
+        alone = [model(input_ids=t, past_key_values=apart).logits for t in new.split(1, dim=1)]
+    # All 40 are exact, whether they come together or alone: the window has room for 48.
+    torch.testing.assert_close(logits, torch.cat(alone[:40], dim=1), atol=1e-4, rtol=0)
+    a, b = (x.compressed[0].keeping() for x in (together, apart))
+    assert torch.equal(a.blocks[0].positions[:, :85], b.blocks[0].positions[:, :85])
+    for name in ("keys", "values"):
+        torch.testing.assert_close(getattr(a.dense(), name), getattr(b.dense(), name))
+    assert (
+        a.blocks[0]
+        .stored.exact_slots.sort()
+        .values.equal(b.blocks[0].stored.exact_slots.sort().values)
+    )
 
 
 @cases("kv_dtype, bits_each", [("int8", 8.5), ("int4", 4.5)], ("int4", 4.5))
 def test_bytes_fall_accordingly(kv_dtype, bits_each):
-    """8 or 4 bits a number and 2 x 16 a group of 64; nothing of the model's type is held."""
+    """8 or 4 bits a number and 2 x 16 a group of 64, the exact pairs, their slots and the mean."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 120}
     model = LlamaForCausalLM(LlamaConfig(**shape, **heads)).bfloat16().eval()
     inputs = make_inputs("llama", (300,))
-    gc.collect()
-    known = [x for x in gc.get_objects() if type(x) is torch.Tensor]  # held: ids are not reused
-    before = {id(x) for x in known}
-    with mmkv.wrapped(model, "streaming", 100, kv_dtype=kv_dtype):
-        *_, cache, _ = generate(model, inputs, new=4)
-    numbers = 2 * 2 * 2 * (100 + 1) * 128  # layers, heads, keys and values, slots, head_dim
-    assert cache.nbytes == numbers * bits_each / 8
-    report = cache.report()
-    assert report.nbytes == sum(x.nbytes for x in report.layers) == cache.nbytes
-    assert report.full_nbytes == 2 * 2 * 2 * (300 + 3) * 128 * 2
-    gc.collect()
-    alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and id(x) not in before]
-    held = [x for x in alive if x.ndim >= 3 and x.shape[1] == 101 and x.shape[2] > 1]
-    assert sum(x.untyped_storage().nbytes() for x in held) == cache.nbytes
+    rows, D, sinks = 2 * 2, 128, 4  # layers times heads
+    for new in (1, 4):
+        gc.collect()
+        known = [x for x in gc.get_objects() if type(x) is torch.Tensor]  # ids are not reused
+        before = {id(x) for x in known}
+        with mmkv.wrapped(model, "streaming", 100, kv_dtype=kv_dtype):
+            *_, cache, _ = generate(model, inputs, new=new)
+        exact = sinks + (48 if new > 1 else 0)  # the first generated token opens the window
+        coded = rows * 101 * 2 * D * bits_each / 8
+        assert cache.nbytes == coded + rows * (exact * (2 * D * 2 + 8) + D * 4)
+        report = cache.report()
+        assert report.nbytes == sum(x.nbytes for x in report.layers) == cache.nbytes
+        assert report.full_nbytes == 2 * 2 * 2 * (300 + new - 1) * D * 2
+        gc.collect()
+        alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and id(x) not in before]
+        held = [x for x in alive if x.ndim >= 3 and len(x) == 2 and x.shape[2] > 1]
+        slots = rows * exact * 8  # two dimensions
+        storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in held)}
+        assert sum(storages.values()) == cache.nbytes - slots
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
@@ -153,14 +169,20 @@ def test_the_reported_error(doubles, policy, kv_dtype):
     report = cache.report()
     assert report.kv_dtype == kv_dtype
     for i, layer in enumerate(report.layers):
-        full = whole.layers[i]
-        for name, x in (("key_error", full.keys), ("value_error", full.values)):
-            per_row = []
-            for b, heads in enumerate(held[0][i]):
-                kept = torch.cat([x[b, h, n[n >= 0]] for h, n in enumerate(heads)])
-                off = kept - fake_quantise(kept, BITS[kv_dtype])
-                per_row.append(off.norm() / kept.norm())
-            assert getattr(layer, name) == pytest.approx(float(sum(per_row) / 3), rel=1e-4)
+        keys, values = whole.layers[i].keys, whole.layers[i].values
+        per_row = {"key_error": [], "value_error": []}
+        for b, heads in enumerate(held[0][i]):
+            pairs = []
+            for h, kept in enumerate(heads):
+                row = Row(BITS[kv_dtype], 1)
+                exact = {p: (keys[b, h, p], values[b, h, p]) for p in kept.tolist() if p >= 0}
+                row.evict(exact, 1000)
+                pairs += [(exact[p], row.pairs[p]) for p in exact]
+            for n, name in enumerate(per_row):
+                exact, read = (torch.stack([x[i][n] for x in pairs]) for i in (0, 1))
+                per_row[name].append(float((exact - read).norm() / exact.norm()))
+        for name, errors in per_row.items():
+            assert getattr(layer, name) == pytest.approx(sum(errors) / 3, rel=1e-4)
     for name in ("key_error", "value_error"):
         mean = sum(getattr(x, name) for x in report.layers) / 3
         assert getattr(report, name) == pytest.approx(mean)
@@ -172,91 +194,136 @@ def test_the_reported_error(doubles, policy, kv_dtype):
     assert f"{report.key_error:.2%}, {report.value_error:.2%}" in table.getvalue()
 
 
-def some_tokens(D, dtype=torch.float32):
-    """Ordinary tokens, and at slots 0 to 4 some that are hard: level, zero, tiny, narrow, wide."""
-    x = torch.randn(4, 30, D, generator=torch.Generator().manual_seed(D))
-    x[:, 0], x[:, 1] = 5.0, 0.0
-    x[:, 2] *= 1e-6
-    x[:, 3] = 30 + x[:, 3] * 1e-4
-    x[:, 4] *= 1e4
-    return x.to(dtype)
+def some_pairs(D, Dv, dtype=torch.float32):
+    """Ordinary pairs; from slot 1 on some that are hard: level, zero, tiny, narrow, wide."""
+    g = torch.Generator().manual_seed(D)
+    keys, values = (torch.randn(4, 30, n, generator=g) for n in (D, Dv))
+    for x in (keys, values):
+        x[:, 1], x[:, 2] = 5.0, 0.0
+        x[:, 3] *= 1e-6
+        x[:, 4] = 30 + x[:, 4] * 1e-4
+        x[:, 5] *= 1e4
+    return keys.to(dtype), values.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("D", [16, 64, 80, 128])
+def stored(pairs, kv_dtype, **options):
+    """These pairs in few bits, the first slot and slot 7 exactly."""
+    filled = torch.ones(pairs[0].shape[:2], dtype=torch.bool)
+    exact = torch.tensor([[0, 7]]).expand(len(filled), -1)
+    how = {"start": 30, "opened": False, "reuses": False, "bits": BITS[kv_dtype], **options}
+    return QuantizedKV.of(*pairs, filled, exact, **how)
+
+
+WIDTHS = [(16, 16), (15, 15), (64, 64), (80, 80), (96, 64), (128, 128), (192, 128)]
+
+
+@pytest.mark.parametrize(("D", "Dv"), WIDTHS)
 @pytest.mark.parametrize("kv_dtype", BITS)
-def test_tokens_are_read_as_defined(kv_dtype, D, dtype):
-    x = some_tokens(D, dtype)
-    read = QuantizedKV.of(x, kv_dtype)[:, :]
-    assert read.dtype == dtype
-    ordinary = torch.ones(30, dtype=torch.bool)
-    ordinary[3] = False
-    expected = fake_quantise(x.double(), BITS[kv_dtype]).to(dtype)
-    torch.testing.assert_close(read[:, ordinary], expected[:, ordinary], rtol=1e-6, atol=1e-7)
-    # Numbers that float16 cannot tell apart beside their size become the smallest of them.
-    low = x[:, 3].double().amin(-1, keepdim=True)
-    torch.testing.assert_close(read[:, 3].double(), low.expand(-1, D), rtol=1e-3, atol=0)
-    assert torch.equal(QuantizedKV.of(read[:, 5:], kv_dtype)[:, :], read[:, 5:]) or (
-        dtype.itemsize < 4
-    )
+def test_pairs_are_read_as_defined(kv_dtype, D, Dv):
+    pairs = some_pairs(D, Dv, torch.float64)
+    read = stored(pairs, kv_dtype).read()
+    for r in range(4):
+        row = Row(BITS[kv_dtype], 0)
+        row.pairs = {s: tuple(x[r, s] for x in pairs) for s in range(30)}
+        coded = [s for s in range(30) if s not in (0, 7)]
+        row.mean = torch.stack([row.pairs[s][0] for s in coded]).mean(0)
+        for s in range(30):
+            expected = row.as_code(s) if s in coded else row.pairs[s]
+            for x, wanted in zip(read, expected, strict=True):
+                torch.testing.assert_close(x[r, s], wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_dtype", BITS)
-@pytest.mark.parametrize("D", [16, 64, 128])
-def test_codes_are_those_of_hqq(kv_dtype, D):
-    """A step's arithmetic is hqq's to the bit, and so are packing and reading."""
-    x = some_tokens(D)[:, 5:]
-    stored = QuantizedKV.of(x, kv_dtype)
-    written = QuantizedKV.of(torch.zeros_like(x), kv_dtype)
-    written[:, :7] = x[:, :7]
-    written[torch.arange(4)[:, None], torch.arange(7, 25)] = x[:, 7:]
-    for part in ("codes", "scale", "zero"):
-        assert torch.equal(getattr(written, part), getattr(stored, part))
-    if D > 64:
-        return
-    # One group a token: hqq itself packs its first half with its second where it lies along dim 0.
-    flat, bits = x.flatten(0, 1).T, BITS[kv_dtype]
-    codes, meta = Quantizer.quantize(
-        flat, nbits=bits, group_size=D, axis=0, optimize=False, device="cpu"
-    )
-    assert torch.equal(codes.T.reshape(stored.codes.shape), stored.codes)
-    meta = {**meta, "compute_dtype": torch.float32}
-    meta["scale"], meta["zero"] = meta["scale"].half(), meta["zero"].half()
-    read = Quantizer.dequantize(codes, meta).T.reshape(x.shape)
-    assert torch.equal(read, stored[:, :])
+def test_types_of_fewer_bits_lose_little_more(kv_dtype, dtype):
+    pairs = [x[:, 6:] for x in some_pairs(64, 64, dtype)]
+    pairs[0] += torch.linspace(-40, 40, 64, dtype=dtype)  # a large common part, as biases make
+    read = stored(pairs, kv_dtype).read()
+    wider = stored([x.double() for x in pairs], kv_dtype).read()
+    for x, got, best in zip(pairs, read, wider, strict=True):
+        assert got.dtype == dtype
+        off, least = ((y.double() - x.double()).norm() for y in (got, best))
+        assert off <= 1.05 * least + torch.finfo(dtype).eps * x.double().norm()
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
-@pytest.mark.parametrize("D", [16, 128, 192])
-def test_codes_are_multiplied_as_the_numbers_they_are_read_as(kv_dtype, D, monkeypatch):
-    """Each of a token's groups with a scale and zero point of its own; also row by row."""
-    stored = QuantizedKV.of(some_tokens(D, torch.float64)[:, 5:], kv_dtype)
-    read, g = stored[:, :], torch.Generator().manual_seed(1)
+def test_a_large_common_part_of_keys_costs_nothing(kv_dtype):
+    """The biases of Qwen2.5's projections give keys a mean far larger than their spread."""
+    keys, values = (x[:, 6:] for x in some_pairs(64, 64, torch.float64))
+    bias = torch.zeros(64, dtype=torch.float64)
+    bias[[3, 40, 41]] = torch.tensor([200.0, -80.0, 50.0], dtype=torch.float64)
+    plain, biased = (stored((x, values), kv_dtype).read()[0] for x in (keys, keys + bias))
+    off, without = (float(x.norm()) for x in (biased - keys - bias, plain - keys))
+    assert off == pytest.approx(without, rel=1e-6)
+    one_group = fake_quantise(keys + bias, BITS[kv_dtype]) - keys - bias
+    assert float(one_group.norm()) > 20 * without
+
+
+@pytest.mark.parametrize(("D", "Dv"), WIDTHS)
+@pytest.mark.parametrize("kv_dtype", BITS)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_codes_are_attended_to_as_the_numbers_they_are_read_as(
+    kv_dtype, D, Dv, softcap, monkeypatch
+):
+    """Each group with a range of its own, the mean in the logits if they are bounded; by rows."""
+    pairs = [x[:, 6:] for x in some_pairs(D, Dv, torch.float64)]
+    pairs[0] += 3.0
+    held, g = stored(pairs, kv_dtype), torch.Generator().manual_seed(1)
+    keys, values = held.read()
     query = torch.randn(4, 3, D, generator=g, dtype=torch.float64)
-    weights = torch.rand(4, 3, 25, generator=g, dtype=torch.float64)
-    for piece in (quantize._CPU_PIECE, 1, 25 * D * 3):  # all rows at once, one, and three
+    options = {"scale": 0.2, "softcap": softcap}
+    expected = attend(query, keys, values, None, **options)
+    for piece in (quantize._CPU_PIECE, 1, 24 * (D + Dv) * 3):  # all rows at once, one, and three
         monkeypatch.setattr(quantize, "_CPU_PIECE", piece)
-        torch.testing.assert_close(stored.products(query), query @ read.mT)
-        torch.testing.assert_close(stored.mixed(weights), weights @ read)
+        parts = held.parts(24, whole=softcap is not None)
+        turned = query @ held.rotation
+        found = [attend(turned[r], k, v, None, **options) for r, k, v in parts]
+        torch.testing.assert_close(torch.cat(found), expected)
+
+
+@pytest.mark.parametrize("D", [1, 15, 16, 80, 96, 128])
+def test_the_rotation_is_orthonormal_and_spreads_one_channel(D):
+    matrix = quantize.rotation(D, torch.float64, torch.device("cpu"))
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(D, dtype=torch.float64))
+    size = D & -D
+    assert (matrix != 0).sum() == D * size
+    torch.testing.assert_close(matrix.abs().max(), torch.tensor(size**-0.5, dtype=torch.float64))
+    torch.testing.assert_close(matrix, rotated_by(D))
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
-def test_rows_are_chosen_with_their_codes(kv_dtype):
-    stored, rows = QuantizedKV.of(some_tokens(16), kv_dtype), torch.tensor([2, 0, 2])
-    assert torch.equal(stored.index_select(0, rows)[:, :], stored[:, :][rows])
+def test_rows_are_chosen_with_all_that_is_held_of_them(kv_dtype):
+    held, rows = stored(some_pairs(16, 16), kv_dtype), torch.tensor([2, 0, 2])
+    for chosen, whole in zip(held.index_select(rows).read(), held.read(), strict=True):
+        assert torch.equal(chosen, whole[rows])
 
 
-def test_errors_name_the_value_and_change_nothing(text_model, monkeypatch):
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_the_newest_are_exact_and_older_ones_written_as_codes(kv_dtype):
+    """At least 32 and at most 48; a token that takes a slot replaces what is held of the last."""
+    pairs = some_pairs(64, 64, torch.float64)
+    held, g = stored(pairs, kv_dtype, reuses=True).grown(120), torch.Generator().manual_seed(2)
+    new = [torch.randn(4, 120, 64, generator=g, dtype=torch.float64) for _ in range(2)]
+    slots = [30 + t if t % 3 else 29 for t in range(120)]  # each third one takes the same slot
+    for t, slot in enumerate(slots):
+        key, value = (x[:, t : t + 1] for x in new)
+        held.write(key @ held.rotation, value, slot, 30 + t)
+        read = held.read()
+        for back in range(t + 1):
+            if slots[t - back] in slots[t - back + 1 : t + 1]:
+                continue  # replaced since
+            off = max(
+                (x[:, slots[t - back]] - y[:, t - back]).abs().max()
+                for x, y in zip(read, new, strict=True)
+            )
+            exact = t < 48 or back < 32 + (t - 48) % 16 + 1
+            assert (off < 1e-9) == exact, (t, back)
+        assert (read[0][:, 0] - pairs[0][:, 0]).abs().max() < 1e-9
+
+
+def test_errors_name_the_value_and_change_nothing(text_model):
     before = text_model.config._attn_implementation
     with pytest.raises(ValueError, match="kv_dtype='int3': expected 'int8' or 'int4', or None"):
         mmkv.wrap(text_model, "snapkv", 0.3, kv_dtype="int3")
-    monkeypatch.setattr(text_model.config, "head_dim", 15)
-    with pytest.raises(ValueError, match=r"'int4' packs two numbers .* a head has 15: use 'int8'"):
-        mmkv.wrap(text_model, "snapkv", 0.3, kv_dtype="int4")
-    quantize.check("int8", 15)
-    monkeypatch.setitem(__import__("sys").modules, "hqq", None)
-    with pytest.raises(ValueError, match=r"'int8' needs hqq: pip install 'mmkv\[quant\]'"):
-        mmkv.wrap(text_model, "snapkv", 0.3, kv_dtype="int8")
-    quantize.check(None, 15)
     assert not hasattr(text_model, "_mmkv")
     assert text_model.config._attn_implementation == before

@@ -57,16 +57,6 @@ def test_it_equals_the_loop_and_the_cache_s_own_bytes(model, prompt, policy, opt
     assert not mmkv.is_wrapped(model)
 
 
-def test_without_hqq_they_are_left_out_and_it_is_said(model, prompt, monkeypatch):
-    monkeypatch.setattr("mmkv.cache.quantize.find_spec", lambda name: None)
-    report = checked(model, [prompt])
-    assert [x.policy for x in report.rows] == ["snapkv"]
-    assert [x.split(":")[0] for x in report.notes] == [
-        f"the full cache in int{n} is left out" for n in (8, 4)
-    ]
-    assert "pip install 'mmkv[quant]'" in report.notes[0]
-
-
 @pytest.mark.slow
 def test_rows_of_a_batch_are_prompts_and_means_are_over_tokens(model, monkeypatch):
     """Padded or alone; a reply that ends early has fewer tokens, and what follows counts not."""

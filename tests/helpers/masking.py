@@ -9,18 +9,22 @@ too) and masks for itself. Layers with a sliding window are left as they are.
 
 import itertools
 import math
+from collections.abc import Collection
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, LogitsProcessor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from helpers.few_bits import NEWEST, Row
+
 NEW = 6  # tokens generated at a time
-# By layer: the positions kept before a pass, and pairs that were merged; for all: codes of so many
-# bits, frequencies to reposition by, and where to note attention weights.
-_NOTHING = {"kept": {}, "edited": {}, "bits": None, "inv_freq": None, "record": None}
+# By layer: the positions kept before a pass, pairs that were merged, and rows in few bits; for all:
+# frequencies to reposition by, and where to note attention weights.
+_NOTHING = {"kept": {}, "edited": {}, "rows": {}, "inv_freq": None, "record": None}
 _state: dict[str, Any] = dict(_NOTHING)
 
 
@@ -50,16 +54,18 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
 
 def _as_stored(layer: int, kept: Tensor, key: Tensor, value: Tensor, q: int):
     """Keys, values and bias as a layer stores them: merged, in few bits, turned, or in groups."""
-    plain, bits, inv_freq, groups = (key, value), _state["bits"], _state["inv_freq"], None
+    plain, inv_freq, groups = (key, value), _state["inv_freq"], None
+    rows = _state["rows"].get(layer)
     if (edited := _state["edited"].get(layer)) is not None:
         n = edited[0].shape[2]
         key, value = (torch.cat([x, y[:, :, n:]], 2) for x, y in zip(edited, plain, strict=True))
-    if bits is not None:
-        # The tokens of a new turn are whole until they are stored.
-        n = key.shape[2] - (q if q > 1 else 0)
-        key, value = (
-            torch.cat([fake_quantise(x[:, :, :n], bits), x[:, :, n:]], dim=2) for x in (key, value)
-        )
+    if rows is not None:
+        key, value = key.clone(), value.clone()
+        for (b, h), row in rows.items():
+            if q == 1:  # the tokens of a new turn are whole until they are stored
+                row.add(p := key.shape[2] - 1, (key[b, h, p], value[b, h, p]))
+            for p, (k, v) in row.pairs.items():
+                key[b, h, p], value[b, h, p] = k, v
     if inv_freq is not None:
         new = torch.ones(*kept.shape[:2], q, dtype=torch.bool)
         visible = torch.cat([seen_by(kept, key.shape[2] - q), new], dim=-1)
@@ -67,8 +73,11 @@ def _as_stored(layer: int, kept: Tensor, key: Tensor, value: Tensor, q: int):
     if (groups := getattr(kept, "groups", None)) is None:
         return key, value, None
     pairs = [naive_means(x, *groups[:2]) for x in plain]
-    if bits is not None:
-        pairs = [fake_quantise(x, bits) for x in pairs]
+    for (b, h), row in (rows or {}).items():
+        for g, p in enumerate(groups[3][b, h].tolist()):
+            if p >= 0:
+                for x, number in zip(pairs, row.pairs[p], strict=True):
+                    x[b, h, g] = number
     key, value = (torch.cat(x, dim=2) for x in zip(pairs, (key, value), strict=True))
     return key, value, groups[2]
 
@@ -84,17 +93,18 @@ AttentionMaskInterface.register("test_masked", ALL_MASK_ATTENTION_FUNCTIONS["eag
 
 
 def held_by(cache: Any, layer: int) -> Tensor:
-    """`cache.kept(layer)`, with `cache.groups(layer)` and their biases as attribute `groups`."""
+    """`cache.kept(layer)`, with attribute `groups`: `cache.groups(layer)`, biases and leaders."""
     kept = cache.kept(layer).clone()
     weights, member = cache.groups(layer)
     kept.groups = None
     if weights.numel():
         held = cache.layers[layer].dense()
-        bias = torch.full(weights.shape, -math.inf)
+        bias, leaders = torch.full(weights.shape, -math.inf), torch.full_like(weights, -1)
         for b, h in itertools.product(*map(range, weights.shape[:2])):
-            mine = held.bias[b, h][(held.weights[b, h] > 1) & (held.positions[b, h] >= 0)]
-            bias[b, h, : len(mine)] = mine
-        kept.groups = weights.clone(), member.clone(), bias
+            mine = (held.weights[b, h] > 1) & (held.positions[b, h] >= 0)
+            bias[b, h, : int(mine.sum())] = held.bias[b, h][mine]
+            leaders[b, h, : int(mine.sum())] = held.positions[b, h][mine]
+        kept.groups = weights.clone(), member.clone(), bias, leaders
     return kept
 
 
@@ -146,7 +156,9 @@ def masked_logits(
     reposition: bool = False,
     record: list[list[Tensor]] | None = None,
     bits: int | None = None,
+    n_first: int = 1,
     postpone: int = 0,
+    rounds: Collection[int] = (),
 ) -> Tensor:
     """Last-token logits [1 + F, B, V] of the prompt and of each of F feeds behind it.
 
@@ -156,14 +168,16 @@ def masked_logits(
     a feed of more than one token is a new turn, after which it evicts (and merges).
     `record` receives each feed's attention weights, [layer][B, Hq, q, S].
     With `postpone`, pairs are merged after so many feeds, not after the prompt.
-    With `bits`, every stored key and value is read as its code in so many bits.
+    With `bits`, pairs are held in so many bits, the `n_first` first ones exactly; after so many
+    feeds as each of `rounds` says, the generated tokens are evicted among the others.
     """
     if isinstance(feeds, Tensor):
         feeds = [{"input_ids": feeds[:, t : t + 1]} for t in range(feeds.shape[1] - 1)]
     decoder = model.get_decoder()
     inv_freq = decoder.rotary_emb.inv_freq if reposition else None
     mask = inputs["attention_mask"]
-    told = {"edited": {}, "inv_freq": inv_freq, "record": record, "bits": bits}
+    told = {"edited": {}, "rows": {}, "inv_freq": inv_freq, "record": record}
+    rounds = {*rounds, postpone}
     with _masked_attention(decoder, **told), torch.no_grad():
         out = model(**inputs, position_ids=_positions(mask), use_cache=True)
         # Releases differ in what they call it.
@@ -173,6 +187,9 @@ def masked_logits(
         if averages and not postpone:
             everything = mask.bool()[:, None].expand(-1, kept[0][0].shape[1], -1)
             _merge_all(cache, kept[0], [everything for _ in kept[0]], merge.name)
+        generated = 0
+        if bits is not None and not postpone:
+            _store_all(cache, kept[0], bits, n_first, mask.shape[1])
         for t, feed in enumerate(feeds):
             q, seen = feed["input_ids"].shape[1], mask.shape[1]
             _state["kept"] = dict(enumerate(kept[t]))
@@ -193,6 +210,14 @@ def masked_logits(
                 there = [pad(seen_by(k, seen), (0, q), value=True) for k in kept[t]]
                 there = [x & mask.bool()[:, None] for x in there]
                 _merge_all(cache, kept[t + 1], there, merge.name)
+            generated = 0 if q > 1 else generated + 1
+            if bits is not None and (q > 1 or t + 1 in rounds):
+                newest = min(generated, NEWEST)
+                _store_all(cache, kept[t + 1], bits, n_first, mask.shape[1] - newest)
+            else:
+                for layer, rows in _state["rows"].items():
+                    for (b, h), row in rows.items():
+                        row.drop(set(_places(kept[t + 1][layer], b, h)))
     return torch.stack(logits)
 
 
@@ -206,27 +231,25 @@ def _merge_all(cache: Any, kept: list[Tensor], candidates: list[Tensor], how: st
         _state["edited"][i] = naive_merge(keys, values, kept[i], candidates[i], how)
 
 
-def fake_quantise(x: Tensor, bits: int, group: int = 64) -> Tensor:
-    """Each group of a token's numbers rounded to the nearest of 2 ** bits equally spaced ones.
-
-    The spaces reach from the group's smallest number to its largest, but none is below 1 / 20,000,
-    and a group that spans less than 1 / 10,000 is its smallest number. Space and zero point are
-    kept in float16.
-    """
-    D = x.shape[-1]
-    parts = x.split(group if D % group == 0 else D, dim=-1)
-    return torch.cat([_fake_quantise_group(part, 2**bits - 1) for part in parts], dim=-1)
+def _places(kept: Tensor, b: int, h: int) -> list[int]:
+    """Return the positions of a head's pairs, groups by their leaders."""
+    leaders = [] if kept.groups is None else kept.groups[3][b, h].tolist()
+    return [p for p in kept[b, h].tolist() + leaders if p >= 0]
 
 
-def _fake_quantise_group(x: Tensor, most: int) -> Tensor:
-    exact = x.float()
-    low, high = exact.min(-1, keepdim=True).values, exact.max(-1, keepdim=True).values
-    per_number = (most / (high - low)).clamp(max=20_000)
-    per_number[high - low <= 1e-4] = 1.0
-    zero = -low * per_number
-    code = (exact * per_number + zero).round().clamp(0, most)
-    space = 1 / per_number
-    return (code.to(x.dtype) - zero.half().to(x.dtype)) * space.half().to(x.dtype)
+def _store_all(cache: Any, kept: list[Tensor], bits: int, n_first: int, start: int) -> None:
+    """Hold every layer's kept pairs in few bits, those from position `start` on exactly."""
+    for i, layer in enumerate(cache.layers):
+        keys, values = _state["edited"].get(i, (layer.keys, layer.values))
+        B, H = keys.shape[:2]
+        rows = _state["rows"].setdefault(i, {x: Row(bits, n_first) for x in np.ndindex(B, H)})
+        for (b, h), row in rows.items():
+            pairs = {p: (keys[b, h, p], values[b, h, p]) for p in _places(kept[i], b, h)}
+            if (groups := kept[i].groups) is not None:
+                means = [naive_means(x, *groups[:2])[b, h] for x in (layer.keys, layer.values)]
+                leaders = enumerate(groups[3][b, h].tolist())
+                pairs |= {p: tuple(x[g] for x in means) for g, p in leaders if p >= 0}
+            row.evict({p: row.pairs.get(p, pair) for p, pair in pairs.items()}, start)
 
 
 def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor) -> Tensor:

@@ -1,0 +1,89 @@
+"""What a cache in 8 or 4 bits says, token by token, as the pages describe it."""
+
+import math
+
+import torch
+from torch import Tensor
+
+NEWEST, BULK, GROUP = 32, 16, 64
+
+
+def rotated_by(D: int) -> Tensor:
+    """The matrix that keys are multiplied by; only its signs are taken from the package."""
+    from mmkv.cache.quantize import rotation
+
+    size = max(n for n in (2**i for i in range(12)) if D % n == 0)
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < size:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard]), torch.cat([hadamard, -hadamard])], 1)
+    matrix = torch.block_diag(*[hadamard / math.sqrt(size)] * (D // size))
+    at = torch.arange(D)
+    signs = rotation(D, torch.float64, torch.device("cpu"))[at, at // size * size].sign()
+    return signs[:, None] * matrix
+
+
+def fake_quantise(x: Tensor, bits: int, other: int | None = None) -> Tensor:
+    """Each group of the numbers [..., D] of tokens rounded to the nearest of 2 ** bits numbers.
+
+    These are equally spaced from the group's smallest number to its largest; the smallest and the
+    space are kept in float16, and no space is below 2 ** -14. `other` is the D of what lies beside.
+    """
+    common = math.gcd(x.shape[-1], other or x.shape[-1])
+    size = GROUP if common % GROUP == 0 else common
+    return torch.cat([_group(part, 2**bits - 1) for part in x.split(size, dim=-1)], dim=-1)
+
+
+def _group(x: Tensor, most: int) -> Tensor:
+    low, high = x.min(-1, keepdim=True).values, x.max(-1, keepdim=True).values
+    space = ((high - low) / most).clamp(min=2.0**-14).half().to(x.dtype)
+    low = low.half().to(x.dtype)
+    return low + space * ((x - low) / space).round().clamp(0, most)
+
+
+class Row:
+    """What one key-value head of one sequence holds: by position, the pair that is read."""
+
+    def __init__(self, bits: int, n_first: int) -> None:
+        self.bits, self.n_first = bits, n_first
+        self.pairs: dict[int, tuple[Tensor, Tensor]] = {}
+        self.mean: Tensor | None = None
+        self.first: set[int] = set()  # held exactly for as long as they stay
+        self.freed: int | None = None  # the token whose slot the next one takes
+
+    def evict(self, pairs: dict[int, tuple[Tensor, Tensor]], start: int) -> None:
+        """Hold these pairs: exactly the first ones and those from `start` on, the rest as codes."""
+        kept = sorted(pairs)
+        self.first, self.freed, self.start = set(kept[: self.n_first]), None, start
+        self.pairs = dict(pairs)
+        coded = [p for p in kept if p not in self.first and p < start]
+        if self.mean is None:  # later keys are held less the same mean
+            keys = [pairs[p][0] for p in coded]
+            self.mean = sum(keys) / max(1, len(keys)) if keys else torch.tensor(0.0)
+        for p in coded:
+            self.pairs[p] = self.as_code(p)
+
+    def as_code(self, p: float) -> tuple[Tensor, Tensor]:
+        """The pair of a token as its codes say."""
+        (key, value), bits = self.pairs[p], self.bits
+        R = rotated_by(len(key)).to(key.dtype)
+        turned = fake_quantise((key - self.mean) @ R, bits, len(value))
+        return self.mean + turned @ R.T, fake_quantise(value, bits, len(key))
+
+    def add(self, p: int, pair: tuple[Tensor, Tensor]) -> None:
+        """A generated token comes; perhaps it is time to write the oldest exact ones as codes."""
+        if self.freed in self.first:  # what takes an exact token's slot is exact
+            self.first = self.first - {self.freed} | {p}
+        n = p - self.start
+        if n >= NEWEST + BULK and n % BULK == 0:
+            for old in range(p - NEWEST - BULK, p - NEWEST):
+                if old in self.pairs and old not in self.first:
+                    self.pairs[old] = self.as_code(old)
+        self.pairs[p] = pair
+
+    def drop(self, kept: set[int]) -> None:
+        """Only these tokens stay."""
+        gone = self.pairs.keys() - kept
+        assert len(gone) <= 1
+        self.freed = max(gone, default=None)
+        for p in gone:
+            del self.pairs[p]
