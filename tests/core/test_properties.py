@@ -281,7 +281,7 @@ def test_half_precision(policy, dtype):
         step = model(**inputs, use_cache=True)
         step = model(input_ids=tokens[:, :1], past_key_values=step.past_key_values)
     assert step.logits.dtype == dtype
-    assert all(b.keys.dtype == dtype for x in cache.compressed for b in x.blocks)
+    assert all(b.stored.dtype == dtype for x in cache.compressed for b in x.blocks)
     if policy != "full":
         assert cache.report().kept_fraction < 0.6
 

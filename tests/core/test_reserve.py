@@ -23,7 +23,7 @@ def passes(model, inputs, new):
         cache = output.past_key_values
         states = [x.state for x in cache.layers]
         kept = sum(int(x.counts().sum()) for x in states)
-        slots = sum(b.keys.shape[0] * b.keys.shape[1] for x in states for b in x.blocks)
+        slots = sum(b.positions.numel() for x in states for b in x.blocks)
         found.append((slots, kept, cache.get_seq_length()))
 
     with model.register_forward_hook(look):

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.cache.plain import PlainKV
 from mmkv.parts.slots import GrowingSlots, Ring
 
 LENGTHS, HEAD_DIM = (40, 20, 10), 8
@@ -33,9 +34,8 @@ def kept(schedule, weighed):
         shape = (2, n + 4)
         pair, positions = torch.zeros(*shape, HEAD_DIM), torch.zeros(shape, dtype=torch.int32)
         weights = torch.zeros(shape) if weighed else None
-        stored = pair, pair.clone(), positions, None
-        rows = np.array([2 * i, 2 * i + 1])
-        blocks.append(PaddedBlock(rows, *stored, schedule(n), log_weights=weights))
+        stored, rows = PlainKV(pair, pair.clone()), np.array([2 * i, 2 * i + 1])
+        blocks.append(PaddedBlock(rows, stored, positions, None, schedule(n), log_weights=weights))
         blocks[-1].set_bias(n)
     return KeptKV(blocks, 1, 6, [20])
 

@@ -85,7 +85,7 @@ def forward(grad):
                 logits.append(out.logits[:, -1])
         assert all(x.requires_grad == grad for x in logits)
         for layer in getattr(cache, "compressed", ()):
-            assert not any(b.keys.requires_grad for b in layer.blocks)
+            assert not any(b.stored.keys.requires_grad for b in layer.blocks)
         return [torch.stack(logits).detach()]
 
     return way
