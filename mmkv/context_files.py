@@ -1,6 +1,7 @@
 """Save and load a context as safetensors: tensors of its cache, and a header, all checked.
 
-Masks, lengths and the tokens that are always kept are not stored: they follow from the input ids.
+Kept pairs are stored as the cache holds them, without empty slots (`mmkv.cache.packed`). Masks,
+lengths and the tokens that are always kept are not stored: they follow from the input ids.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from mmkv import digest
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import Decoding
-from mmkv.cache.prompt_kv import PromptKV, token_numbers
+from mmkv.cache.packed import packed, unpacked
+from mmkv.cache.quantize import BITS, group
 
-FORMAT, VERSION = "mmkv-context", 4
+FORMAT, VERSION = "mmkv-context", 5
 _TEXTS = ("plan", "weights", "dtype", "lead", "task", "digest")
-_LISTS = ("roles", "pictures", "sizes", "learned")
+_LISTS = ("roles", "pictures", "learned")
 _HEADER = {"version": int} | dict.fromkeys(_TEXTS, str) | dict.fromkeys(_LISTS, list)
+# Tensors whose lengths say how many slots a layer has, and how many pairs it holds exactly.
+_COUNTED, _NONE = ("positions", "exact"), torch.empty(0)
 # Bound on the pictures of a file, which chat templates may count.
 _MAX_PICTURES = 10_000
 
@@ -74,15 +77,8 @@ def save(
             "in memory"
         )
     tensors = {f"inputs.{name}": x for name, x in inputs.items()}
-    sizes: list[list[int]] = []
     for i, layer in zip(cache.ordinal, cache.compressed, strict=True):
-        kept = layer.keeping()
-        dense = kept.dense()
-        pairs = ("keys", "values", "positions", "scores", "bias", "group_index", "means")
-        layer_tensors = {name: getattr(dense, name) for name in pairs}
-        layer_tensors |= {"retained": kept.retained, "error": kept.error}
-        tensors |= {f"layers.{i}.{k}": x for k, x in layer_tensors.items() if x is not None}
-        sizes.append(kept.sizes)
+        tensors |= {f"layers.{i}.{k}": x for k, x in packed(layer.keeping()).items()}
     for i, window in windows.items():
         pair: Any = {"keys": window.keys, "values": window.values}
         tensors |= {f"windows.{i}.{k}": x for k, x in pair.items()}
@@ -92,7 +88,6 @@ def save(
         "weights": weights,
         "dtype": str(model.dtype),
         **opened,
-        "sizes": sizes,
         "task": cache.plan.task,
         "learned": cache.plan.learned or [],
     }
@@ -198,22 +193,14 @@ def _restored(
         n_layers=L,
     )
     prompt.check_ends()
-    _check_sizes(header, cache.plan, L, prompt.lengths)
+    _check_shares(header, cache.plan, L)
     cache.plan = replace(cache.plan, task=header["task"], learned=tuple(header["learned"]) or None)
     dtypes: tuple[torch.dtype, ...] = (model.dtype,)
     if torch.is_autocast_enabled(device.type):
         dtypes += (torch.get_autocast_dtype(device.type),)
-    for i, layer, sizes in zip(cache.ordinal, cache.compressed, header["sizes"], strict=True):
-        heads, dim = parts.pair_shape(i)
-        stored = _pairs(f"layers.{i}.", tensors, cache.plan, prompt, (B, heads, T, dim), dtypes)
-        fields: Any = {name: x.to(device) for name, x in stored.items()}
-        retained, error = fields.pop("retained", None), fields.pop("error", None)
-        pairs = PromptKV(**fields, evicted=True)
-        if pairs.group_index is not None:
-            pairs.weights = token_numbers(pairs.positions, pairs.group_index)
-        with torch.no_grad():
-            layer.state = evict(pairs, cache.plan, prompt, prompt.lengths, 0, i)
-        layer.state.sizes, layer.state.retained, layer.state.error = sizes, retained, error
+    for i, layer in zip(cache.ordinal, cache.compressed, strict=True):
+        stored = _layer(f"layers.{i}.", tensors, cache.plan, prompt, parts.pair_shape(i), dtypes)
+        layer.state = unpacked(cache.plan, prompt, {k: x.to(device) for k, x in stored.items()})
         layer.seen, layer.is_initialized = T, True
     for i, window in _sliding_layers(cache).items():
         (heads, dim), last = parts.pair_shape(i), min(T, window.sliding_window - 1)
@@ -231,17 +218,9 @@ def _restored(
     return cache, inputs
 
 
-def _check_sizes(
-    header: dict[str, Any], plan: CacheConfig, n_layers: int, lengths: list[int]
-) -> None:
-    """Check the header's sizes of layers and rows, and the layer shares learned for a task."""
-    sizes, shares = header["sizes"], header["learned"]
-    if [isinstance(x, list) and len(x) for x in sizes] != [len(lengths)] * n_layers or not all(
-        type(n) is int and 0 < n <= length
-        for layer in sizes
-        for n, length in zip(layer, lengths, strict=True)
-    ):
-        raise _wrong(header, "sizes")
+def _check_shares(header: dict[str, Any], plan: CacheConfig, n_layers: int) -> None:
+    """Check the layer shares learned for a task."""
+    shares = header["learned"]
     valid = all(type(x) is float and 0 <= x <= 1 for x in shares)
     valid = valid and len(shares) in (0, n_layers) and math.isclose(sum(shares or [1.0]), 1.0)
     if not valid or (plan.sampling is None and (header["task"] or shares)):
@@ -284,62 +263,79 @@ def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> tuple[dict[st
     return inputs, pictured
 
 
-def _pairs(
-    layer: str,
+def _layer(
+    start: str,
     tensors: dict[str, Tensor],
     plan: CacheConfig,
     prompt: TokenMasks,
-    shape: tuple[int, int, int, int],
+    pair_shape: tuple[int, int],
     dtypes: tuple[torch.dtype, ...],
 ) -> dict[str, Tensor]:
-    """Check and return the pairs that a layer keeps, removed from `tensors`; shape: B, H, T, D."""
-    (B, H, T, D), policy = shape, plan.policy
-    positions = tensors.get(f"{layer}positions", torch.empty(0))
-    U = min(max(1, positions.shape[-1]), T) if positions.ndim else 1
-    n_kept = int((positions >= 0).sum()) if positions.dtype == torch.int64 else 0
+    """Check and return what a layer keeps (`packed`), removed from `tensors`; pair_shape: H, D."""
+    (B, T), (H, D), policy = prompt.valid.shape, pair_shape, plan.policy
+    names = {x.removeprefix(start) for x in tensors if x.startswith(start)}
+    n, x = (len(y) if (y := tensors.get(start + name, _NONE)).ndim else 0 for name in _COUNTED)
     evicted = any(plan.evicting(prompt)) or policy.score.repeats
     has_scores = {"": False, "sum": True, "max": evicted}[policy.score.turn_reduction]
-    specs = {
-        "keys": _Spec((B, H, U, D), dtypes),
-        "values": _Spec((B, H, U, D), dtypes),
-        "positions": _Spec((B, H, U), (torch.int64,), -1, T - 1),
-    }
-    if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_everything:
-        specs["scores"] = _Spec((B, H, U), low=0.0)
     merges = policy.merge is not None and policy.merge.weighted
-    if grouped := merges and n_kept != H * sum(prompt.lengths):
+    specs = {
+        "counts": _Spec((B, H), (torch.int32,), 0, T),
+        "sizes": _Spec((B,), (torch.int32,), 1, T),
+        "positions": _Spec((n,), (torch.int16, torch.int32), 0, T - 1),
+    }
+    if plan.kv_dtype is None:
+        specs |= {"keys": _Spec((n, D), dtypes), "values": _Spec((n, D), dtypes)}
+    else:
+        bits = BITS[plan.kv_dtype]
+        means = tuple(torch.promote_types(x, torch.float32) for x in dtypes)
+        specs |= {
+            "codes": _Spec((n, -(-2 * D * bits // 8)), (torch.uint8,)),
+            "ranges": _Spec((n, 2, 2 * D // group(D, D)), (torch.float16,)),
+            "exact": _Spec((x, 2 * D), dtypes),
+            "mean": _Spec((B * H, D), means),
+            "error": _Spec((B, 2), low=0.0),
+        }
+    if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_everything:
+        specs["scores"] = _Spec((n,), low=0.0)
+    if grouped := merges and n != H * sum(prompt.lengths):
         # The logarithm of a group's weight; weights far from this would overflow.
-        specs["bias"] = _Spec((B, H, U), low=-32.0, high=32.0)
+        specs["bias"] = _Spec((n,), low=-32.0, high=32.0)
         specs["group_index"] = _Spec((B, H, T), (torch.int16, torch.int32), -1, T - 1)
-    if plan.kv_dtype:
-        specs["error"] = _Spec((B, 2), low=0.0)
-        exact = tuple(torch.promote_types(x, torch.float32) for x in dtypes)
-        specs["means"] = _Spec((B, H, 1, D), exact)
-    if policy.score.ranks and f"{layer}retained" in tensors:
+    if policy.score.ranks and "retained" in names:
         specs["retained"] = _Spec((B,), low=0.0, high=1.0)
-    pairs = _pop(tensors, layer, specs)
-    is_kept, index = positions >= 0, positions.clamp(min=0)
-
-    def at(mask: Tensor) -> Tensor:
-        return mask[:, None].expand(-1, H, -1).gather(-1, index) & is_kept
-
-    ascend = (positions[..., 1:] > positions[..., :-1]) | ~is_kept[..., :-1]
-    complete = at(prompt.always_kept).sum(-1) == torch.tensor(prompt.floors)[:, None]
-    valid = ascend.all() & (at(prompt.valid) == is_kept).all() & (complete & is_kept[..., -1]).all()
+    stored = _pop(tensors, start, specs)
+    counts, position = stored["counts"].flatten().long(), stored["positions"].long()
+    n_exact = int(counts.clamp(max=max(1, policy.sinks)).sum()) if plan.kv_dtype else 0
+    if (int(counts.sum()), n_exact) != (n, x):
+        raise ValueError(f"{start}counts are {int(counts.sum())} slots, and it has {n}")
+    if bool((stored["sizes"] > torch.tensor(prompt.lengths)).any()):
+        raise ValueError(f"{start}sizes are larger than the prompt")
+    row = torch.arange(B * H).repeat_interleave(counts)
+    batch = row // H
+    order = row * 2 * T + ~prompt.protected[batch, position] * T + position
+    n_required = torch.bincount(row[prompt.always_kept[batch, position]], minlength=B * H)
+    valid = prompt.valid[batch, position].all() & (order[1:] > order[:-1]).all()
+    valid &= (n_required == torch.tensor(prompt.floors).repeat_interleave(H)).all()
     if not bool(valid):
-        raise ValueError(f"{layer}positions are not those of tokens that are kept, ascending")
+        raise ValueError(f"{start}positions are not those of tokens that are kept, in their order")
     if grouped:
-        group = pairs["group_index"].long()
-        lead = group.clamp(min=0)
-        is_lead = torch.zeros(B, H, T + 1, dtype=torch.bool)
-        is_lead.scatter_(-1, positions.masked_fill(~is_kept, T), True)
-        valid = (group.gather(-1, lead) == lead) & is_lead.gather(-1, lead) & prompt.valid[:, None]
-        if not bool((valid | (group < 0)).all()):
-            raise ValueError(f"{layer}group_index names groups that are not there")
-        alone = token_numbers(positions, group) == 1
-        if bool((pairs["bias"].masked_fill(~alone, 0.0) != 0).any()):
-            raise ValueError(f"{layer}bias weighs tokens that are in no group")
-    return pairs
+        _check_groups(start, stored, row, prompt)
+    return stored
+
+
+def _check_groups(start: str, stored: dict[str, Tensor], row: Tensor, prompt: TokenMasks) -> None:
+    """Check that groups are led by tokens that are kept, and that only groups have weights."""
+    position, group = stored["positions"].long(), stored["group_index"].flatten(0, 1).long()
+    (R, T), lead = group.shape, group.clamp(min=0)
+    is_lead = torch.zeros(R, T, dtype=torch.bool)
+    is_lead[row, position] = True
+    valid = (group.gather(-1, lead) == lead) & is_lead.gather(-1, lead)
+    valid &= prompt.valid.repeat_interleave(R // len(prompt.valid), dim=0)
+    if not bool((valid | (group < 0)).all()):
+        raise ValueError(f"{start}group_index names groups that are not there")
+    sizes = torch.zeros(R, T, dtype=torch.int64).scatter_add_(-1, lead, (group >= 0).long())
+    if bool((stored["bias"][sizes[row, position] < 2] != 0).any()):
+        raise ValueError(f"{start}bias weighs tokens that are in no group")
 
 
 def _pop(tensors: dict[str, Tensor], start: str, specs: dict[str, _Spec]) -> dict[str, Tensor]:

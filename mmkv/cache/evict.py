@@ -118,7 +118,7 @@ def evict(
     blocks: list[PaddedBlock] = []
     behind = prompt.behind if numbered and plan.inv_freq is not None else None
     errors = torch.zeros(B * H, 2, 2, device=keys.device)
-    for rows, schedule, width, capacity in _planned(
+    for rows, schedule, width, capacity in planned(
         plan, prompt, counts, n_pinned, expected, keys.device
     ):
         padding = (0, capacity - width)
@@ -161,15 +161,20 @@ def _exact_slots(positions: Tensor, width: int, n_first: int, start: int, opened
     These are the `n_first` earliest tokens in the first `width` slots and, before them if there is
     a window, the tokens from position `start` on. A place without a token repeats the last place.
     """
-    used = positions[:, : max(1, width)]
-    age = used.masked_fill(used < 0, torch.iinfo(used.dtype).max)
-    first = age.argsort(dim=-1, stable=True)[:, :n_first].contiguous()
+    first = first_slots(positions, width, n_first)
     if not opened:
         return first
     newest = torch.arange(start, start + WINDOW, device=positions.device)
     same = newest[:, None] == positions[:, None, :]
     slots = torch.where(same.any(-1), same.int().argmax(-1), first[:, -1:])
     return torch.cat([slots, first], dim=1)
+
+
+def first_slots(positions: Tensor, width: int, n: int) -> Tensor:
+    """Return the slots of the n earliest tokens, int64 [R, n or less]; see `_exact_slots`."""
+    used = positions[:, : max(1, width)]
+    age = used.masked_fill(used < 0, torch.iinfo(used.dtype).max)
+    return age.argsort(dim=-1, stable=True)[:, :n].contiguous()
 
 
 def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
@@ -203,7 +208,7 @@ def _leaders(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> T
     return index.to(torch.int16 if seen < 2**15 else torch.int32)
 
 
-def _planned(
+def planned(
     plan: CacheConfig,
     prompt: TokenMasks,
     counts: np.ndarray,

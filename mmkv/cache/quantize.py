@@ -144,7 +144,7 @@ class QuantizedKV:
             counted = coded.to(keys.dtype)[:, None]
             mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
         pairs = torch.cat([keys.sub_(mean), values.to(keys.dtype)], dim=-1)
-        codes, ranges = _quantised(pairs, how["bits"], _group(keys.shape[-1], values.shape[-1]))
+        codes, ranges = _quantised(pairs, how["bits"], group(keys.shape[-1], values.shape[-1]))
         ranges = ranges.permute(0, 2, 3, 1).contiguous()
         ranges[:, 0].masked_fill_(~coded[:, None], 1.0)
         ranges[:, 1].masked_fill_(~coded[:, None], 0.0)
@@ -210,7 +210,7 @@ class QuantizedKV:
         With `whole` the mean is added to the keys.
         """
         R, D = len(self.codes), self.mean.shape[-1]
-        W, n_key = self.exact.shape[-1], D // _group(D, self.exact.shape[-1] - D)
+        W, n_key = self.exact.shape[-1], D // group(D, self.exact.shape[-1] - D)
         most = _CPU_PIECE if self.codes.device.type == "cpu" else _DEVICE_PIECE
         n = max(1, most // max(1, width * W))
         for rows in (slice(a, min(a + n, R)) for a in range(0, R, n)):
@@ -298,7 +298,7 @@ class QuantizedKV:
         at = slice(n_written % WINDOW, n_written % WINDOW + BULK)
         slots, D = self.exact_slots[:, at].clone(), self.mean.shape[-1]
         pairs = self.exact[:, at].to(self.mean.dtype)
-        codes, ranges = _quantised(pairs, self.bits, _group(D, pairs.shape[-1] - D))
+        codes, ranges = _quantised(pairs, self.bits, group(D, pairs.shape[-1] - D))
         self.codes[self.rows, slots] = codes
         self.ranges[self.rows, :, :, slots] = ranges
         self.exact[:, at], self.exact_slots[:, at] = self.exact[:, -1:], self.exact_slots[:, -1:]
@@ -364,7 +364,7 @@ def relative_error(squares: Tensor) -> Tensor:
     return (error / exact.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
 
 
-def _group(D: int, Dv: int) -> int:
+def group(D: int, Dv: int) -> int:
     """Return how many numbers share a step, for keys of D and values of Dv numbers."""
     common = math.gcd(D, Dv)
     return _GROUP if common % _GROUP == 0 else common

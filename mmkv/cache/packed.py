@@ -1,0 +1,128 @@
+"""The kept pairs of a layer as they are stored, without empty slots, and the blocks made of them.
+
+A row is one key-value head of one sequence. The n slots of all rows follow each other, a row's own
+in the order of its slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmkv.cache.config import CacheConfig, TokenMasks
+from mmkv.cache.evict import first_slots, planned
+from mmkv.cache.layer import KeptKV
+from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.cache.plain import PlainKV
+from mmkv.cache.quantize import BITS, QuantizedKV
+
+
+def packed(kept: KeptKV) -> dict[str, Tensor]:
+    """Return the tensors of a layer that has read its prompt and not decoded since.
+
+    Returns:
+        counts, sizes: int32 [B, H], slots of each row, and [B], see `KeptKV.sizes`.
+        positions: int16 [n], or int32 if one needs it.
+        keys, values: [n, D]. In 8 or 4 bits instead codes [n, ...] and ranges [n, 2, G], exact
+            [x, W] of the x pairs that are held exactly, and mean [B * H, D].
+        scores, bias: float32 [n], accumulated attention and logarithms of weights, if there are.
+        retained, error, group_index: as in `KeptKV`, if they are there.
+    """
+    pieces: dict[str, list[Tensor]] = {}
+    for block in kept.blocks:
+        filled, stored = block.held >= 0, block.stored
+        slots = {"positions": block.held, "scores": block.mass, "bias": block.log_weights}
+        if isinstance(stored, PlainKV):
+            slots |= {"keys": stored.keys, "values": stored.values}
+        else:
+            slots |= {"codes": stored.codes, "ranges": stored.ranges.permute(0, 3, 1, 2)}
+            is_exact = filled.gather(1, stored.exact_slots)
+            _add(pieces, "exact", stored.exact, is_exact)
+            pieces.setdefault("mean", []).extend(stored.mean)
+        for name, x in slots.items():
+            _add(pieces, name, x, filled)
+        pieces.setdefault("counts", []).extend(filled.sum(-1, keepdim=True).int())
+    order = np.concatenate([b.row_numbers for b in kept.blocks]).argsort()
+    found = {name: torch.cat([rows[i] for i in order]) for name, rows in pieces.items()}
+    if bool((found["positions"] < 2**15).all()):
+        found["positions"] = found["positions"].to(torch.int16)
+    found["counts"] = found["counts"].view(kept.batch, kept.heads)
+    found["sizes"] = torch.tensor(kept.sizes, dtype=torch.int32)
+    others = {name: getattr(kept, name) for name in ("retained", "error", "group_index")}
+    return found | {name: x for name, x in others.items() if x is not None}
+
+
+def _add(pieces: dict[str, list[Tensor]], name: str, x: Tensor | None, filled: Tensor) -> None:
+    """Add what `filled` [R, S] takes of x [R, S, ...], a piece for each row."""
+    if x is not None:
+        pieces.setdefault(name, []).extend(x[filled].split(filled.sum(-1).tolist()))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where packed rows lie: row r has `counts[r]` slots, the first of them at `starts[r]`."""
+
+    counts: np.ndarray
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        return self.counts.cumsum() - self.counts
+
+    def put(self, x: Tensor, rows: np.ndarray, width: int, fill: float = 0) -> Tensor:
+        """Return these rows of x [n, ...] as [R', width, ...], `fill` behind a row's own slots."""
+        out = x.new_full((len(rows), width, *x.shape[1:]), fill)
+        filled = np.arange(width) < self.counts[rows, None]
+        at = self.starts[rows, None] + np.arange(width)
+        out[torch.from_numpy(filled).to(x.device)] = x[torch.from_numpy(at[filled]).to(x.device)]
+        return out
+
+
+def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) -> KeptKV:
+    """Return the layer of which `packed` made the tensors, on their device.
+
+    Slots behind those in use hold zeros, as many as a new cache of unknown length has.
+    """
+    (B, H), device, n_first = (
+        tensors["counts"].shape,
+        tensors["positions"].device,
+        max(1, plan.policy.sinks),
+    )
+    counts = tensors["counts"].flatten().cpu().numpy().astype(np.int64)
+    slots, exact = _Rows(counts), _Rows(np.minimum(counts, n_first))
+    row_of = torch.from_numpy(np.arange(B * H).repeat(counts)).to(device)
+    protected = prompt.protected.to(device)[row_of // H, tensors["positions"].long()]
+    n_pinned = torch.bincount(row_of[protected], minlength=B * H).cpu().numpy()
+    behind = prompt.behind if plan.inv_freq is not None else None
+    names = tensors.keys() & {"positions", "keys", "values", "codes", "ranges", "scores", "bias"}
+    blocks: list[PaddedBlock] = []
+    for rows, schedule, width, capacity in planned(plan, prompt, counts, n_pinned, 0, device):
+        fill = {"positions": -1, "scores": torch.inf if schedule.needs_decode_attention else 0}
+        x = {k: slots.put(tensors[k], rows, capacity, fill.get(k, 0)) for k in names}
+        positions, index = x["positions"].int(), torch.from_numpy(rows).to(device)
+        if plan.kv_dtype is None:
+            stored: PlainKV | QuantizedKV = PlainKV(x["keys"], x["values"])
+        else:
+            ranges = x["ranges"].permute(0, 2, 3, 1).contiguous()
+            ranges[:, 0].masked_fill_(positions[:, None] < 0, 1.0)
+            exact_slots = first_slots(positions, width, n_first)
+            exact_pairs = exact.put(tensors["exact"], rows, exact_slots.shape[1])
+            stored = QuantizedKV(
+                *(x["codes"], ranges, exact_pairs, exact_slots, tensors["mean"][index][:, None]),
+                bits=BITS[plan.kv_dtype],
+                start=prompt.valid.shape[1],
+                opened=False,
+                reuses=schedule.drops or width == 0,
+            )
+        fields = rows, stored, positions, x.get("scores"), schedule, plan.inv_freq, x.get("bias")
+        block = PaddedBlock(*fields)
+        if behind is not None:
+            block.behind = behind.to(device)[index // H]
+        block.set_bias(width)
+        blocks.append(block)
+    others: Any = {name: tensors.get(name) for name in ("retained", "error", "group_index")}
+    return KeptKV(blocks, B, H, tensors["sizes"].tolist(), **others)
