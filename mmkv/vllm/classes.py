@@ -1,0 +1,90 @@
+"""The classes of heads: few sizes for many heads, as each size is a KV cache group of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, combinations, pairwise
+
+# The most classes. Four lose nothing next to sizes of each head's own (docs/vllm.md).
+CLASSES = 4
+# A class whose heads should keep this share on average keeps the whole prompt.
+_WHOLE = 0.75
+# The heads are cut into at least so many parts of equal size, of which classes are made.
+_PARTS = 8
+
+
+@dataclass(frozen=True)
+class HeadClass:
+    """Heads that keep the same share of a prompt.
+
+    Attributes:
+        share: the share of a prompt's tokens, in (0, 1]; 1: these heads are not compressed.
+        heads: pairs of layer and KV head.
+    """
+
+    share: float
+    heads: tuple[tuple[int, int], ...]
+
+
+def equal_class(layers: Sequence[int], heads: int, budget: float) -> list[HeadClass]:
+    """Return one class of all heads, or none of them compressed."""
+    return [HeadClass(budget, tuple((i, h) for i in layers for h in range(heads)))]
+
+
+def classes_of(targets: dict[tuple[int, int], float], budget: float) -> list[HeadClass]:
+    """Return at most `CLASSES` classes, largest share first, of mean share `budget`.
+
+    The heads, ordered by their target share, are cut into parts of equal size; neighbouring parts
+    form classes such that targets differ least from their class's mean. All classes are multiples
+    of one size, which vLLM takes as the number of layers in a KV cache group.
+
+    Args:
+        targets: the share of a prompt that each head should keep, by layer and head.
+        budget: their mean.
+    """
+    ordered = sorted(targets, key=lambda x: (-targets[x], x))
+    n = len(ordered)
+    size = max(g for g in range(1, n + 1) if n % g == 0 and (n // g >= _PARTS or g == 1))
+    values = [targets[x] for x in ordered]
+    ends = [size * i for i in _cut([values[i : i + size] for i in range(0, n, size)])]
+    parts = [ordered[a:b] for a, b in pairwise([0, *ends])]
+    shares = [sum(targets[x] for x in part) / len(part) for part in parts]
+    raised = _raised(shares, [len(x) for x in parts], budget * n)
+    return [
+        HeadClass(share, tuple(sorted(part))) for share, part in zip(raised, parts, strict=True)
+    ]
+
+
+def _cut(parts: list[list[float]]) -> tuple[int, ...]:
+    """Return after which of the parts each class ends, with the least squared differences.
+
+    vLLM cuts classes into groups as large as the smallest class, so all are multiples of it.
+    """
+    n = len(parts)
+    sums, squares = (
+        [0.0, *accumulate(sum(x**power for x in part) for part in parts)] for power in (1, 2)
+    )
+
+    def cost(ends: tuple[int, ...]) -> float:
+        total = 0.0
+        for first, end in pairwise((0, *ends)):
+            count = (end - first) * len(parts[0])
+            total += squares[end] - squares[first] - (sums[end] - sums[first]) ** 2 / count
+        return total
+
+    def even(ends: tuple[int, ...]) -> bool:
+        counts = [end - first for first, end in pairwise((0, *ends))]
+        return all(count % min(counts) == 0 for count in counts)
+
+    cuts = ((*x, n) for k in range(min(CLASSES, n)) for x in combinations(range(1, n), k))
+    return min((x for x in cuts if even(x)), key=lambda x: (round(cost(x), 9), len(x)))
+
+
+def _raised(shares: list[float], counts: list[int], total: float) -> list[float]:
+    """Return shares with the first class whole, if it nearly is, at the expense of the others."""
+    rest = sum(s * n for s, n in zip(shares[1:], counts[1:], strict=True))
+    left = total - counts[0]
+    if len(shares) == 1 or shares[0] < _WHOLE or left < rest / 2:
+        return shares
+    return [1.0, *(s * left / rest for s in shares[1:])]

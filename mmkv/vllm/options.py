@@ -1,0 +1,233 @@
+"""The plugin's options, checked before a model is loaded, and what vLLM must not be asked beside.
+
+`--additional-config '{"mmkv": {"budget": 0.2, "policy": "condense", ...}}'`; all other keys are
+options of the policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mmkv import adapters, budgets
+from mmkv.policy import Policy
+from mmkv.profiles import Profile
+from mmkv.registry import get_policy
+from mmkv.sizes.layers import UniformLayers
+from mmkv.sizes.profiled import RetrievalHeads, proportional
+from mmkv.vllm import probes
+from mmkv.vllm.classes import HeadClass, classes_of, equal_class
+
+logger = logging.getLogger(__name__)
+
+VERSIONS = ("0.32.",)
+# Decoders whose queries, keys and positions are those that a policy expects.
+_DECODERS = ("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")
+_OWN = ("budget", "policy", "probe")
+
+
+def supported() -> bool:
+    """Return whether this is a version of vLLM that the plugin knows."""
+    return metadata.version("vllm").startswith(VERSIONS)
+
+
+def register() -> None:
+    """Check the options whenever vLLM makes its configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if getattr(original, "mmkv", False):
+        return
+
+    @functools.wraps(original)
+    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (self.additional_config or {}).get("mmkv")
+        if given is not None and not (isinstance(given, dict) and "classes" in given):
+            policy, budget = parsed(given)
+            _check_version()
+        config: Any = original(self, *args, **kwargs)
+        if given is not None and not (isinstance(given, dict) and "classes" in given):
+            _check_engine(config)
+            extra = config.additional_config
+            config.additional_config = {**extra, "mmkv": resolved(config, given, policy, budget)}
+        return config
+
+    create.mmkv = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create
+
+
+def parsed(given: Any) -> tuple[Policy, float]:
+    """Return the policy and the budget of the options.
+
+    Raises:
+        ValueError: an option is unknown or out of range, or the policy is none for vLLM.
+    """
+    if not isinstance(given, dict):
+        raise ValueError(f"mmkv={given!r}: expected options, such as {{'budget': 0.2}}")
+    name = given.get("policy", "condense")
+    if not isinstance(name, str):
+        raise ValueError(f"mmkv: policy={name!r}: expected a name, see `mmkv policies`")
+    policy = get_policy(name, **{k: v for k, v in given.items() if k not in _OWN})
+    _check_policy(policy)
+    if "budget" not in given:
+        raise ValueError("mmkv: budget is missing: give the share to keep, such as 'budget': 0.2")
+    budget = budgets.checked(policy, given["budget"])
+    if not isinstance(budget, float):
+        raise ValueError(
+            f"mmkv: budget={budget}: in vLLM a budget is a share of the prompt, such as 0.2"
+        )
+    if not isinstance(given.get("probe", ""), str):
+        raise ValueError(f"mmkv: probe={given['probe']!r}: expected the path of a file")
+    return policy, budget
+
+
+def _check_policy(policy: Policy) -> None:
+    """Refuse what needs more than a layer's queries, keys and values when its prompt ends."""
+    name = f"mmkv: policy {policy.name!r}"
+    if policy.keeps_all:
+        raise ValueError(f"{name} keeps everything: leave the mmkv options out")
+    if policy.score.repeats:
+        raise ValueError(f"{name} reads a prompt twice, which vLLM cannot: use policy 'condense'")
+    if not isinstance(policy.layers, UniformLayers):
+        raise ValueError(
+            f"{name} sizes layers by layers={policy.layers.name!r}, and in vLLM sizes are fixed "
+            "before a prompt is read: use layers='uniform'"
+        )
+    if not policy.heads.equal or policy.heads.name not in ("uniform", "retrieval"):
+        raise ValueError(
+            f"{name} sizes heads by heads={policy.heads.name!r}, and in vLLM sizes are fixed "
+            "before a prompt is read: use heads='retrieval' or heads='uniform'"
+        )
+    if policy.heads.name == "retrieval" and not policy.score.by_head:
+        raise ValueError(
+            f"{name} compares the heads of a layer, which heads='retrieval' puts into different "
+            "modules: use heads='uniform'"
+        )
+    if policy.decode.name != "grow":
+        raise ValueError(
+            f"{name} drops tokens while it decodes (decode={policy.decode.name!r}), which vLLM's "
+            "blocks cannot: use decode='grow'"
+        )
+    for option, value in (
+        ("protect", policy.protect),
+        ("reposition", policy.reposition),
+        ("postpone", policy.postpone),
+    ):
+        if value:
+            raise ValueError(f"{name}: {option} is not supported in vLLM: leave it out")
+
+
+def _check_version() -> None:
+    if not supported():
+        raise ValueError(
+            f"mmkv: vLLM {metadata.version('vllm')} is not supported: install vllm==0.32.*"
+        )
+
+
+def _check_engine(config: Any) -> None:
+    """Refuse features of vLLM with which compressed heads would be wrong.
+
+    Raises:
+        ValueError: one is on; the message says how to turn it off.
+    """
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    kind = model.hf_text_config.model_type
+    sliding = "sliding_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
+    sizes = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
+    for refused, what, remedy in (
+        (config.speculative_config, "speculative decoding", "leave --speculative-config out"),
+        (config.kv_transfer_config, "a KV-transfer connector", "leave --kv-transfer-config out"),
+        (model.use_mla, "latent attention (MLA)", "serve this model without mmkv"),
+        (model.is_encoder_decoder, "cross-attention", "serve this model without mmkv"),
+        (model.is_hybrid, "layers of linear attention", "serve this model without mmkv"),
+        (model.uses_mrope, "positions of three axes (M-RoPE)", "serve this model without mmkv"),
+        (config.lora_config, "LoRA", "merge the adapter into the model"),
+        (
+            any(getattr(parallel, x, 1) > 1 for x in sizes),
+            "a model that is split over processes",
+            "use --data-parallel-size",
+        ),
+        (
+            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"a KV cache of {cache.cache_dtype}",
+            "leave --kv-cache-dtype out",
+        ),
+        (config.use_v2_model_runner, "Model Runner V2", "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (
+            sliding and cache.enable_prefix_caching,
+            "prefix caching of a model with sliding windows",
+            "add --no-enable-prefix-caching",
+        ),
+        (
+            kind not in _DECODERS,
+            f"a decoder of type {kind!r}",
+            f"supported are {', '.join(_DECODERS)}",
+        ),
+    ):
+        if refused:
+            raise ValueError(f"mmkv in vLLM does not support {what}: {remedy}")
+
+
+def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) -> dict[str, Any]:
+    """Return the options with the classes of heads, as JSON."""
+    model = config.model_config
+    kinds = getattr(model.hf_text_config, "layer_types", None) or []
+    layers = [
+        i
+        for i in range(model.get_total_num_hidden_layers())
+        if not kinds or kinds[i] == "full_attention"
+    ]
+    heads, unit, found = model.get_total_num_kv_heads(), 1, list[HeadClass]()
+    if policy.heads.name == "retrieval":
+        scores = _probed(model, given.get("probe"), len(layers), heads)
+        assert isinstance(policy.heads, RetrievalHeads)
+        if max(map(max, scores)) >= policy.heads.copying:
+            flat = [r + policy.heads.floor for row in scores for r in row]
+            shares = proportional(flat, budget * len(flat), 1.0)
+            places = [(i, h) for i in layers for h in range(heads)]
+            found = classes_of(dict(zip(places, shares, strict=True)), budget)
+    if not found:
+        unit, found = heads, equal_class(layers, heads, budget)
+    classes = [[round(x.share, 6), [list(place) for place in x.heads]] for x in found]
+    sizes = ", ".join(f"{len(x.heads)} heads keep {100 * x.share:.0f} %" for x in found)
+    logger.info("mmkv: policy %s, budget %s: %s", policy.name, budget, sizes)
+    if config.device_config.device_type != "cpu":
+        logger.warning(
+            "mmkv in vLLM has not been run on a %s yet", config.device_config.device_type
+        )
+    options = {k: v for k, v in given.items() if k not in _OWN}
+    return {
+        "policy": policy.name,
+        "options": options,
+        "budget": budget,
+        "unit": unit,
+        "classes": classes,
+    }
+
+
+def _probed(model: Any, given: str | None, layers: int, heads: int) -> Any:
+    """Return the copy scores [L][H] of a model from its probe.
+
+    Raises:
+        ValueError: there is no such file, or it belongs to another model.
+    """
+    path = probes.path_of(model.model) if given is None else Path(given)
+    if not path.is_file():
+        raise ValueError(
+            f"mmkv: {path} is missing, which says how much each head keeps: run `mmkv probe "
+            f"{model.model}` once, or use 'heads': 'uniform'"
+        )
+    profile = Profile.load(path)
+    scores = profile.retrieval
+    if scores is None or len(scores) != layers or len(scores[0]) != heads:
+        raise ValueError(
+            f"mmkv: {path} is no probe of this model, which has {layers} layers of {heads} KV "
+            f"heads: run `mmkv probe {model.model}`"
+        )
+    shape = adapters.shape(model.hf_text_config)
+    if profile.model is not None and profile.model != shape:
+        raise ValueError(f"mmkv: {path} is of {profile.model}, and this model is {shape}")
+    return scores

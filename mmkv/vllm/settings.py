@@ -1,0 +1,105 @@
+"""What the scheduler and the workers need of the plugin's options, after `options.checked`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmkv.policy import Policy
+from mmkv.registry import get_policy
+from mmkv.vllm.compress import equal
+
+# A share of a prompt: with more behind what it shares with earlier ones it is read from the start.
+TAIL = 0.25
+# Observers read this many last queries of a prompt; the last of these observe what is before.
+_QUERIES = 8192
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many pairs a head of one class keeps of a prompt, or of a prefix of it.
+
+    Attributes:
+        share: the share of the tokens, in (0, 1).
+        least: heads keep about as many tokens at least (`Policy.least`).
+        always: tokens that the policy keeps whatever their scores; no head keeps fewer.
+    """
+
+    share: float
+    least: int
+    always: int
+
+    def dropped(self, tokens: Any, block: int) -> Any:
+        """Return how many blocks a head frees when so many tokens are compressed.
+
+        It then holds `tokens - dropped * block` pairs: as near to its size as blocks allow, and not
+        much below it. `tokens` is a number or an array.
+        """
+        target = np.maximum(self.least, np.ceil(self.share * tokens).astype(np.int64))
+        nearest = np.maximum(tokens - target + block // 2, 0) // block
+        floor = np.maximum(self.always, -(-3 * target // 4))
+        return np.minimum(nearest, np.maximum(tokens - floor, 0) // block)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options, with the classes of heads that follow from them.
+
+    Attributes:
+        policy: with equal heads and layers, as one module's heads are compressed alone.
+        classes: for each layer, the units of heads of each share, `{share: [(head, ...), ...]}`.
+        unit: heads of a layer that have one page.
+        sizes: the sizes of each share but 1.
+    """
+
+    policy: Policy
+    classes: dict[int, dict[float, list[tuple[int, ...]]]]
+    unit: int
+    sizes: dict[float, Sizes]
+
+    @property
+    def queries(self) -> int | None:
+        """How many of a prompt's last queries are kept until it is compressed; None: all."""
+        score = self.policy.score
+        if score.name == "observers":
+            return _QUERIES
+        # Scores that add up over the chunks of a prompt get all of its queries at once instead.
+        return None if score.turn_reduction == "sum" else self.policy.queries
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Settings | None:
+        """Return the settings of an engine, or None if the plugin is off."""
+        extra = vllm_config.additional_config
+        given = extra.get("mmkv") if isinstance(extra, dict) else None
+        return None if given is None else _settings(json.dumps(given))
+
+
+@functools.lru_cache(maxsize=4)
+def _settings(text: str) -> Settings:
+    given = json.loads(text)
+    policy = get_policy(given["policy"], **given["options"])
+    unit, classes = given["unit"], defaultdict[int, dict[float, list[tuple[int, ...]]]](dict)
+    for share, heads in given["classes"]:
+        by_layer = defaultdict[int, list[int]](list)
+        for layer, head in heads:
+            by_layer[layer].append(head)
+        for layer, of_layer in by_layer.items():
+            units = [tuple(of_layer[i : i + unit]) for i in range(0, len(of_layer), unit)]
+            classes[layer].setdefault(share, []).extend(units)
+    always, least = policy.window_size + policy.sinks + 1, policy.least / given["budget"]
+    sizes = {
+        share: Sizes(share, max(1, round(least * share)), always)
+        for share, _ in given["classes"]
+        if share < 1
+    }
+    return Settings(equal(policy), dict(classes), unit, sizes)
+
+
+def last_boundary(tokens: int, block: int) -> int:
+    """Return the start of a prompt's last block: vLLM reads at least one token of each request."""
+    return (tokens - 1) // block * block

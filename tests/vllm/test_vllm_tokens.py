@@ -1,0 +1,121 @@
+"""Greedy tokens of vLLM with compressed heads, next to transformers with the same kept pairs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
+
+import vllm_reference
+from vllm_engines import BLOCK, Engine, prompts, sampling
+from vllm_reference import Reference
+
+from mmkv.vllm import batch
+from mmkv.vllm.blocks import SmallManager
+
+LENGTHS = 37, 300, 129, 555, 900, 64
+CONDENSE = {"budget": 0.3}
+SNAPKV = {"budget": 0.3, "policy": "snapkv"}
+
+
+def reference(engine: Engine, twin: Any, policy: str, budget: float = 0.3) -> Reference:
+    if policy == "condense":
+        options: Any = {"least": 64 / budget, "always": 2}
+    else:
+        options = {"always": 33}
+    keep = getattr(vllm_reference, policy)
+    return Reference(twin, engine.shares, keep, block=BLOCK, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "classes"),
+    [(CONDENSE, 4), (SNAPKV | {"heads": "retrieval"}, 4), (SNAPKV, 1)],
+    ids=["condense", "snapkv, heads by the probe", "snapkv, equal heads"],
+)
+def test_batch_read_in_chunks_equals_transformers(
+    start: Any, twin: Any, options: dict[str, Any], classes: int
+) -> None:
+    ids = prompts(*LENGTHS)
+    with start(options) as engine:
+        assert len(set(engine.shares.values())) == classes
+        found = engine.generate(ids)
+        expected = reference(engine, twin, options.get("policy", "condense"))
+        whole = Reference(twin, dict.fromkeys(engine.shares, 1.0), vllm_reference.snapkv)
+        assert found == [expected.generate(x, 16) for x in ids]
+        # And what is left out matters.
+        assert sum(whole.generate(x, 16) != y for x, y in zip(ids, found, strict=True)) >= 4
+        assert engine.all_free
+        assert not any(batch.seen.values())
+
+
+def test_small_heads_blocks_are_free_at_the_next_schedule(start: Any) -> None:
+    with start(CONDENSE) as engine:
+        schedule, steps = engine.scheduler.schedule, []
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            (request,) = engine.scheduler.running
+            held = [
+                sum(not b.is_null for b in m.req_to_blocks[request.request_id])
+                for m in engine.managers
+            ]
+            steps.append((request.num_computed_tokens, held))
+            return output
+
+        engine.scheduler.schedule = noting
+        engine.generate(prompts(900), 4)
+        (before,) = (held for computed, held in steps if computed == 900)
+        (after,) = (held for computed, held in steps if computed == 901)
+        assert set(before) == {29}
+        shares = [getattr(m.kv_cache_spec, "sizes", None) for m in engine.managers]
+        for manager, sizes, held in zip(engine.managers, shares, after, strict=True):
+            if not isinstance(manager, SmallManager):
+                assert held == 29
+            else:
+                assert (
+                    abs(held * BLOCK - max(sizes.share * 900, 64 * sizes.share / 0.3)) < 2 * BLOCK
+                )
+        assert sum(after) < 0.45 * sum(before)
+
+
+def test_preempted_requests_are_read_again_and_right(start: Any, twin: Any) -> None:
+    ids = prompts(150, 170, 190, 210, 230, 250, 270, 290, seed=1)
+    with start(CONDENSE, kv_cache_memory_bytes=2_400_000, max_model_len=400) as engine:
+        preempt, preempted = engine.scheduler._preempt_request, list[int]()
+
+        def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
+            preempted.append(request.num_computed_tokens - request.num_prompt_tokens)
+            return preempt(request, *args, **kwargs)
+
+        engine.scheduler._preempt_request = noting
+        found = engine.generate(ids, 100)
+        assert max(preempted) > 0  # a request that had begun its reply
+        expected = reference(engine, twin, "condense")
+        assert found == [expected.generate(x, 100) for x in ids]
+        assert engine.all_free
+
+
+def test_aborted_requests_leave_nothing(start: Any) -> None:
+    with start(CONDENSE) as engine:
+        requests = engine.llm.llm_engine
+        for i, x in enumerate(prompts(700, 600, 500, 90)):
+            requests.add_request(f"r{i}", {"prompt_token_ids": x}, sampling(30))
+        for _ in range(4):  # in the middle of a prompt
+            requests.step()
+        assert any(batch.seen.values())
+        requests.abort_request([f"r{i}" for i in range(4)])
+        for _ in range(2):
+            requests.step()
+        engine.generate(prompts(40), 2)
+        assert engine.all_free
+        assert not any(batch.seen.values())
+
+
+def test_half_precision_follows_float32(start: Any, twin: Any) -> None:
+    ids = prompts(300, 129, 555)
+    with start(CONDENSE, dtype="float16") as engine:
+        found = engine.generate(ids, 4)
+        expected = reference(engine, twin, "condense")
+        assert [x[:1] for x in found] == [expected.generate(x, 1) for x in ids]

@@ -1,0 +1,166 @@
+"""Greedy tokens of transformers' model with compressed heads: each head's attention written out.
+
+The prompt is read up to a boundary, where each small head keeps its pairs; all later tokens attend
+to these. Pairs are chosen by mmkv's policies for one head alone, none of it by the plugin.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
+
+from mmkv.cache.prompt_kv import PromptKV, ReferenceQueries
+from mmkv.cache.selection import Ranking
+from mmkv.layer_inputs import LayerInputs, Rotary
+from mmkv.merge.groups import MergeIntoGroups
+from mmkv.scores import window_attention
+from mmkv.scores.observers import Observers
+
+Pairs = tuple[Tensor, Tensor, Tensor]  # keys and values [M, D], logarithms of weights [M]
+NAME = "mmkv_reference"
+
+
+class Reference:
+    """A model of transformers, loaded with `attn_implementation=NAME`, and the heads' shares.
+
+    Args:
+        model: the model.
+        shares: the share of the prompt that each head keeps, by layer and head.
+        keep: chooses a head's pairs: `condense` or `snapkv`.
+        least: heads keep at least so many tokens at a share of 1, and in proportion else.
+        always: tokens that are always kept.
+        block: tokens of a block: sizes are the prompt's less a number of blocks.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        shares: dict[tuple[int, int], float],
+        keep: Callable[..., Pairs],
+        *,
+        least: float = 0,
+        always: int = 1,
+        block: int = 16,
+    ) -> None:
+        self.model, self.shares, self.keep = model, shares, keep
+        self.least, self.always, self.block = least, always, block
+        self.kept: dict[tuple[int, int], Pairs] = {}
+        self.boundary, self.margin = 0, math.inf
+
+    def size(self, share: float, tokens: int) -> int:
+        target = max(1, round(self.least * share), math.ceil(share * tokens))
+        blocks = max(0, math.floor((tokens - target) / self.block + 0.5))
+        while blocks and tokens - blocks * self.block < max(self.always, 0.75 * target):
+            blocks -= 1
+        return tokens - blocks * self.block
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        layer, (T, D), n = module.layer_idx, key.shape[2:], query.shape[2]
+        group = query.shape[1] // key.shape[1]
+        outputs = []
+        for h in range(key.shape[1]):
+            q, k, v = query[0, h * group : (h + 1) * group], key[0, h], value[0, h]
+            bias = torch.zeros(T)
+            if self.boundary < T and (layer, h) in self.kept:
+                keys, values, weights = self.kept[layer, h]
+                k, v = (torch.cat([x, y[self.boundary :]]) for x, y in ((keys, k), (values, v)))
+                bias = torch.cat([weights, torch.zeros(T - self.boundary)])
+            elif self.boundary == T:
+                size = self.size(self.shares[layer, h], T)
+                if size < T:
+                    weight = self.output(module)[:, h * group * D : (h + 1) * group * D]
+                    weight = weight.unflatten(1, (group, D)).transpose(0, 1)
+                    self.kept[layer, h] = self.keep(q, k, v, scale, size, weight, self.rotary(T))
+            logits = q @ k.T * scale + bias
+            later = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
+            outputs.append(logits.masked_fill(later, -torch.inf).softmax(-1) @ v)
+        return torch.cat(outputs).transpose(0, 1)[None].contiguous()
+
+    def output(self, module: Any) -> Tensor:
+        return module.o_proj.weight
+
+    def rotary(self, tokens: int) -> Rotary:
+        embedding = self.model.get_decoder().rotary_emb
+        cos, sin = embedding(torch.zeros(1), torch.arange(tokens)[None])
+        return Rotary(cos, sin, embedding.inv_freq)
+
+    @torch.no_grad()
+    def generate(
+        self, ids: list[int], n: int, boundary: int | None = None, **inputs: Any
+    ) -> list[int]:
+        """Return n tokens; the prompt is compressed at its end, or at a boundary before."""
+        self.kept, self.boundary, self.margin = {}, len(ids), math.inf
+        if boundary is not None:
+            self.boundary = boundary
+        active[:] = [self]
+        cache, out, new = DynamicCache(), list[int](), torch.tensor([ids])
+        if 0 < self.boundary < len(ids):
+            self.model(new[:, : self.boundary], past_key_values=cache, logits_to_keep=1, **inputs)
+            new, inputs = new[:, self.boundary :], {}
+        for _ in range(n):
+            logits = self.model(new, past_key_values=cache, logits_to_keep=1, **inputs).logits
+            best, inputs = logits[0, -1].topk(2), {}
+            self.margin = min(self.margin, float(best.values[0] - best.values[1]))
+            out.append(int(best.indices[0]))
+            new = best.indices[None, :1]
+        return out
+
+
+active: list[Reference] = []
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    return active[0].attend(module, query, key, value, scaling), None
+
+
+AttentionInterface.register(NAME, _attention)
+
+
+def snapkv(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, size: int, weight: Tensor, rotary: Rotary
+) -> Pairs:
+    """The window's tokens, and those of most attention of its queries, pooled."""
+    window = 32
+    score = window_attention(
+        q[None], k[None, None], window=window, kernel_size=7, pooling="max", scale=scale
+    )[0, 0]
+    best = score.argsort(descending=True, stable=True)[: size - window]  # pooled scores tie
+    at = torch.cat([best, torch.arange(len(k) - window, len(k))])
+    return k[at], v[at], torch.zeros(size)
+
+
+def condense(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, size: int, weight: Tensor, rotary: Rotary
+) -> Pairs:
+    """The tokens of highest rank by observers, and weighted groups of all others."""
+    N = len(k)
+    layer = LayerInputs(
+        query=q[None],
+        key=k[None, None],
+        value=v[None, None],
+        valid=torch.ones(1, N, dtype=torch.bool),
+        scale=scale,
+        rotary=rotary,
+        weight=lambda: weight,
+    )
+    always = torch.zeros(N, dtype=torch.bool)
+    always[:1] = always[N - min(8, size // 8) :] = True
+    rank = Observers()(layer).masked_fill(always, torch.inf)
+    kv = PromptKV(k[None, None], v[None, None], torch.arange(N)[None, None])
+    kv.readers = ReferenceQueries.of(layer, layer.valid, 16, None)
+    none = torch.zeros(1, 1, N, dtype=torch.bool)
+    ranking = Ranking(rank, torch.full((1, 1), size), none, ~none)
+    kept = MergeIntoGroups()(kv, ranking)
+    assert kept.keys is not None
+    assert kept.values is not None
+    assert kept.bias is not None
+    return kept.keys[0, 0], kept.values[0, 0], kept.bias[0, 0]
