@@ -308,8 +308,6 @@ def _layer(
     n_exact = int(counts.clamp(max=max(1, policy.sinks)).sum()) if plan.kv_dtype else 0
     if (int(counts.sum()), n_exact) != (n, x):
         raise ValueError(f"{start}counts are {int(counts.sum())} slots, and it has {n}")
-    if bool((stored["sizes"] > torch.tensor(prompt.lengths)).any()):
-        raise ValueError(f"{start}sizes are larger than the prompt")
     row = torch.arange(B * H).repeat_interleave(counts)
     batch = row // H
     order = row * 2 * T + ~prompt.protected[batch, position] * T + position

@@ -449,6 +449,21 @@ def floats(name):
     ]
 
 
+def lead_itself(group):
+    """A head's first member that does not lead its group is a group by itself."""
+    place = torch.arange(group.shape[-1])
+    member = ((group[0, 0] >= 0) & (group[0, 0] != place)).nonzero()[0, 0]
+    group[0, 0, member] = member
+    return group
+
+
+def lead_by_another(group):
+    """The first leader of a head follows the last one, and its members still follow it."""
+    leaders = group[0, 0][group[0, 0] >= 0].unique()
+    group[0, 0, leaders[0]] = leaders[-1]
+    return group
+
+
 KEPT = "layers.1."
 HOSTILE = {
     **{f"{n}-{i}": f for n in ("keys", "values") for i, f in enumerate(floats(KEPT + n))},
@@ -494,6 +509,8 @@ HOSTILE = {
     "group -2": put(KEPT + "group_index", -2, (0, 0, -1)),
     "group T": put(KEPT + "group_index", 40, (0, 0, -1)),
     "a leader that is not held": made(KEPT + "group_index", lambda x: x.masked_fill(x >= 0, 1)),
+    "a group of one that is not held": made(KEPT + "group_index", lead_itself),
+    "a leader in another's group": made(KEPT + "group_index", lead_by_another),
     "a leader in a group": made(KEPT + "group_index", lambda x: torch.where(x >= 0, x.flip(-1), x)),
     "error without kv_dtype": made(KEPT + "error", lambda x: torch.zeros(1, 2)),
     "no ids": made("inputs.input_ids", lambda x: None),
@@ -554,6 +571,23 @@ def test_a_hostile_file_is_refused(models, read_file, name, tmp_path):
         mmkv.load_context(path, model)
     assert "\n" not in str(found.value)
     assert len(str(found.value)) < 400
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "condense"])
+def test_hostile_masks_of_tokens_that_are_kept_or_in_groups_are_refused(models, policy, tmp_path):
+    model, path, n = models("llama"), tmp_path / "read", 0
+    with mmkv.wrapped(model, policy, 0.4, **short(policy)):
+        context = mmkv.read(model, make_inputs("llama", (40,)))
+        shares = torch.stack([context.cache.shares(i) for i in range(3)])
+        context.save(path)
+        good = path.read_bytes()
+        for i in (shares > 0).any(0).any(1)[0].nonzero()[:, 0].tolist():
+            path.write_bytes(good)
+            rewrite(path, put("inputs.attention_mask", 0, (0, i)))
+            with pytest.raises(ValueError, match=r"read: (?!damaged)"):
+                mmkv.load_context(path, model)
+            n += 1
+    assert n > 20
 
 
 def test_hostile_errors_windows_and_grids_are_refused(tmp_path):
