@@ -33,6 +33,7 @@ _SHOWN: dict[str, tuple[str, float, int]] = {
     "kept_fraction": ("share of pairs kept after the prefill", 1, 3),
     "cache_bytes": ("KiB of kept pairs a sample", 1 / 1024, 0),
     "held_bytes": ("KiB held after the prompt, a sample", 1 / 1024, 0),
+    "share": ("% of the full cache's bytes", 100, 1),
     "rouge_reference": ("ROUGE-L against the reference answer", 1, 2),
     "first_token_s": ("seconds to a batch's first token", 1, 3),
     "tokens_per_s": ("tokens per second of a batch, prefill included", 1, 0),
@@ -214,7 +215,7 @@ class Report:
     def side_tables(self) -> list[Table]:
         """Return a table for each figure that is not a metric of quality."""
         tables, columns = list[Table](), list(map(percent, self.budgets))
-        for metric in [m for m in LABELS if m not in METRICS]:
+        for metric in [m for m in FIGURES if m in LABELS and m not in METRICS]:
             series = {p: [self.figures(p, b)[metric] for b in self.budgets] for p in self.policies}
             if np.isnan([*series.values()]).all():
                 continue
@@ -372,7 +373,8 @@ class Comparison:
         tables: list[Table] = []
         for title, metrics, points in self.sections():
             front_rows = front(points, "held_bytes", metrics[-1]).index
-            names, rows = [*metrics, *COSTS], list[tuple[str, list[str]]]()
+            also = ["worst"] if points["worst"].notna().any() else []
+            names, rows = [*metrics, *also, "share", *COSTS], list[tuple[str, list[str]]]()
             for i, point in points.iterrows():
                 label = f"**{point['label']}**" if i in front_rows else str(point["label"])
                 cells = [shown_figure(name, point[name]) for name in names]

@@ -75,10 +75,11 @@ def test_visible_and_hidden_questions_are_sections_of_their_own(folder):
     titles = [f"mmvet (builtin), question {question}: llava" for question in ("visible", "hidden")]
     assert [t.title for t in tables] == titles
     rest = ["0.500", "20", "2", "r"]
-    full = ("**full**", ["90.0", "10", *rest])
-    visible = [("h2o 10%", ["20.0", "1", *rest]), ("**snapkv 10%**", ["40.0", "1", *rest])]
+    full = ("**full**", ["90.0", "100.0", "10", *rest])
+    visible = [("h2o 10%", ["20.0", "10.0", "1", *rest])]
+    visible.append(("**snapkv 10%**", ["40.0", "10.0", "1", *rest]))
     assert tables[0].rows == [full, *visible]
-    assert tables[1].rows == [full, ("**snapkv 10%**", ["30.0", "2", *rest])]
+    assert tables[1].rows == [full, ("**snapkv 10%**", ["30.0", "20.0", "2", *rest])]
 
 
 def test_a_folder_without_runs_is_said(tmp_path):

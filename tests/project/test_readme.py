@@ -21,11 +21,9 @@ import mmkv
 from helpers.commands import run
 from helpers.models import make_inputs, make_model
 from helpers.serving import listening
-from mmkv import budgets, chat, registry, tables
+from mmkv import registry, tables
 from mmkv.builtin import example_pictures, scenes
 from mmkv.cli import commands
-from mmkv.demo.conversation import Conversation, Settings
-from mmkv.loading import untrusted
 from mmkv.serving import Engine
 
 ROOT = Path(__file__).parents[2]
