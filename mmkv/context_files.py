@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
@@ -30,9 +29,10 @@ from mmkv.cache.packed import packed, unpacked
 from mmkv.cache.quantize import BITS, group
 
 FORMAT, VERSION = "mmkv-context", 5
-_TEXTS = ("plan", "weights", "dtype", "lead", "task", "digest")
+_TEXTS = ("weights", "dtype", "lead", "task", "digest")
 _LISTS = ("roles", "pictures", "learned")
-_HEADER = {"version": int} | dict.fromkeys(_TEXTS, str) | dict.fromkeys(_LISTS, list)
+_HEADER = {"version": int, "plan": dict}
+_HEADER |= dict.fromkeys(_TEXTS, str) | dict.fromkeys(_LISTS, list)
 # Tensors whose lengths say how many slots a layer has, and how many pairs it holds exactly.
 _COUNTED, _NONE = ("positions", "exact"), torch.empty(0)
 # Bound on the pictures of a file, which chat templates may count.
@@ -162,19 +162,13 @@ def _check_model(header: dict[str, Any], attachment: Attachment) -> None:
         raise ValueError(
             "it was read by a model with other weights or adapters: load that model (--model)"
         )
-    current, stored = _plan(attachment.plan), None
-    if header["plan"] != current:
-        with suppress(ValueError, RecursionError):
-            stored = json.loads(header["plan"])
-        if not isinstance(stored, dict):
-            raise _wrong(header, "plan")
-        now = json.loads(current)
-        names = [x for x in ("policy", "budget", *now, *stored) if stored.get(x) != now.get(x)]
-        name = names[0] if names else "policy"
-        was, here = (f"{name}={plan.get(name)}"[:60] for plan in (stored, now))
-        raise ValueError(
-            f"it was read with {was}, and the model is wrapped with {here} now: wrap it as it was"
-        )
+    now, stored = _plan(attachment.plan), header["plan"]
+    for name in ("policy", "budget", *now, *stored):
+        if (was := stored.get(name)) != (here := now.get(name)):
+            raise ValueError(
+                f"it was read with {f'{name}={was}'[:60]}, and the model is wrapped with "
+                f"{f'{name}={here}'[:60]} now: wrap it as it was"
+            )
 
 
 def _restored(
@@ -367,11 +361,11 @@ def _sliding_layers(cache: CompressedCache) -> dict[int, DynamicSlidingWindowLay
     return {i: x for i, x in layers if isinstance(x, DynamicSlidingWindowLayer)}
 
 
-def _plan(plan: CacheConfig) -> str:
-    """Return policy, options, budget and dtype as one line of JSON."""
+def _plan(plan: CacheConfig) -> dict[str, Any]:
+    """Return policy, options, budget and dtype as JSON has them."""
     fields = {"policy": plan.policy.name, **plan.policy.flat()}
     fields |= {"budget": plan.budget, "kv_dtype": plan.kv_dtype}
-    return json.dumps(fields, default=str, sort_keys=True)
+    return json.loads(json.dumps(fields, default=str))
 
 
 def _check_whole(model: Any) -> None:

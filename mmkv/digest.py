@@ -18,7 +18,7 @@ from torch import Tensor, nn
 _WIDTH, _ROWS = 2**16, 128
 # Numbers of a tensor that are compared to see whether it was written to unseen.
 _SAMPLE = 256
-# The hash of each tensor of a model, by its state when it was hashed (`_states`).
+# The hash of each tensor of a model, by its state when it was hashed.
 _hashes: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
 
 
@@ -43,14 +43,12 @@ def of_model(model: Any, config: Any) -> str:
         if not f"{key}.".startswith(inactive)
         for name, x in _plain(key.replace(".base_layer", ""), value)
     }
-    states, known = _states(tensors), _hashes.get(model, {})
-    changed = {states[name]: _words(x) for name, x in tensors.items() if states[name] not in known}
-    with torch.no_grad():
-        hashes = _on_host({state: _hash(words) for state, words in changed.items()})
-    known = {**known, **{state: x.tobytes().hex() for state, x in hashes.items()}}
-    _hashes[model] = {state: known[state] for state in states.values()}
+    known, hashes = _hashes.get(model, {}), dict[Any, str]()
     for name, x in tensors.items():
-        digest.update(f"{name} {x.dtype} {tuple(x.shape)} {known[states[name]]}".encode())
+        state = _state(x)
+        hashes[state] = known.get(state) or f"{int(_hash(_words(x))):x}"
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)} {hashes[state]}".encode())
+    _hashes[model] = hashes
     return digest.hexdigest()
 
 
@@ -63,35 +61,12 @@ def _plain(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, x.detach()
 
 
-def _states(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return for each tensor what changes when it is replaced or written to."""
-    samples = {}
-    for name, x in tensors.items():
-        step = max(1, x.numel() // _SAMPLE) | 1  # odd, so that it sees every column
-        samples[name] = x.flatten()[::step].contiguous().view(torch.uint8)
-    on_host = _on_host(samples)
-    return {
-        name: (
-            x.data_ptr(),
-            -1 if x.is_inference() else x._version,
-            x.dtype,
-            x.shape,
-            x.stride(),
-            on_host[name].tobytes(),
-        )
-        for name, x in tensors.items()
-    }
-
-
-def _on_host(tensors: dict[Any, Tensor]) -> dict[Any, np.ndarray]:
-    """Return flat tensors of one type on the host, copied together from each device."""
-    out: dict[Any, np.ndarray] = {}
-    for device in {x.device for x in tensors.values()}:
-        names = [name for name, x in tensors.items() if x.device == device]
-        sizes = np.cumsum([tensors[name].numel() for name in names])[:-1]
-        joined = torch.cat([tensors[name] for name in names]).cpu().numpy()
-        out |= dict(zip(names, np.split(joined, sizes), strict=True))
-    return out
+def _state(x: Tensor) -> Any:
+    """Return what changes when a tensor is replaced or written to."""
+    step = max(1, x.numel() // _SAMPLE) | 1  # odd, so that it sees every column
+    sample = x.flatten()[::step].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    version = -1 if x.is_inference() else x._version
+    return x.data_ptr(), version, x.dtype, x.shape, x.stride(), sample
 
 
 def _words(x: Tensor) -> Tensor:

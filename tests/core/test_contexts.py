@@ -543,7 +543,7 @@ HOSTILE = {
         f"{name}={value!r}": said(name, value)
         for name, values in {
             "version": (3, 4, 6, True, "5", None, 5.0),
-            "plan": ("", "{}", "[]", "[" * 10**5, 3, None),
+            "plan": ("", {}, [], "[" * 10**5, {"policy": []}, 3, None),
             "weights": ("", 3),
             "dtype": ("torch.float16", "nonsense", 3),
             "roles": (["user"], [3], "user", None),
