@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,8 @@ class KeptKV:
     ) -> Tensor:
         """Run a decode step, or a continuation by q tokens: write, attend, drop.
 
+        In 8 or 4 bits the q tokens go in pieces, between which older ones are written as codes.
+
         Args:
             query: [B, Hq, q, D].
             key, value: [B, H, q, D].
@@ -163,6 +166,26 @@ class KeptKV:
         Returns:
             [B, q, Hq, D].
         """
+        q = query.shape[2]
+        lengths = self.blocks[0].stored.pieces(seen - q, q)
+        if len(lengths) == 1:
+            return self._attend(query, key, value, seen, clock=clock, masked=masked, **options)
+        ends = [seen - q + n for n in accumulate(lengths)]
+        parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), ends, strict=True)
+        out = [self._attend(*x, clock=None, masked=masked, **options) for x in parts]
+        return torch.cat(out, dim=1)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: int,
+        *,
+        clock: GraphInputs | None,
+        masked: Tensor | None,
+        **options: Any,
+    ) -> Tensor:
         B, Hq, q, D = query.shape
         first, R = seen - q, self.batch * self.heads
         rows = query.reshape(R, Hq // self.heads * q, D)

@@ -62,6 +62,10 @@ class PlainKV:
         """Return keys as the model made them, which these are."""
         return keys
 
+    def pieces(self, position: int, q: int) -> list[int]:
+        """Return that all q tokens are written at once."""
+        return [q]
+
     def write(self, key: Tensor, value: Tensor, slots: int | Tensor, position: int) -> None:
         """Write the pairs [R, q, D] of new tokens to the slots from `slots` on, or one to its."""
         if isinstance(slots, int):

@@ -225,29 +225,28 @@ class QuantizedKV:
                 Coded(numbers[..., D:], step[:, n_key:], lowest[:, n_key:]),
             )
 
+    def pieces(self, position: int, q: int) -> list[int]:
+        """Return the lengths of the parts in which to write q tokens from `position` on."""
+        first = min(q, BULK - self.place_of(position) % BULK)
+        rest = [BULK] * ((q - first) // BULK) + [(q - first) % BULK]
+        return [n for n in [first, *rest] if n]
+
     def write(self, key: Tensor, value: Tensor, slots: int | Tensor, position: int) -> None:
-        """Hold the pairs of q new tokens exactly, the first at `position`.
+        """Hold the pairs of q new tokens exactly, the first at `position`; one of `pieces`.
 
         Keys [R, q, D] are rotated. `slots` is the first of q slots that all rows use, or int64 [R]
         for one token.
         """
-        pairs, q = self._pairs(key, value), key.shape[1]
-        done = 0
-        while done < q:
-            self.make_room(position + done)
-            place = self.place_of(position + done)
-            n = min(BULK - place % BULK, q - done)
-            at = slice(place, place + n)
-            self.exact[:, at] = pairs[:, done : done + n]
-            if isinstance(slots, int):
-                first = slots + done
-                new = torch.arange(first, first + n, device=key.device) if n > 1 else first
-                self.exact_slots[:, at] = new
-            else:
-                self.exact_slots[:, at] = slots[:, None]
-            for i in range(done, done + n) if self.reuses else ():
-                self._replace(pairs[:, i : i + 1], slots + i)
-            done += n
+        self.make_room(position)
+        pairs, q, place = self._pairs(key, value), key.shape[1], self.place_of(position)
+        self.exact[:, place : place + q] = pairs
+        if isinstance(slots, int):
+            of_pairs: Any = torch.arange(slots, slots + q, device=key.device) if q > 1 else slots
+        else:
+            of_pairs = slots[:, None]
+        self.exact_slots[:, place : place + q] = of_pairs
+        for i in range(q) if self.reuses else ():
+            self._replace(pairs[:, i : i + 1], slots + i)
 
     def place(self, key: Tensor, value: Tensor, slots: Tensor, place: Tensor) -> None:
         """Do the same for one token at a place [1] of the window, without the host.
