@@ -240,6 +240,7 @@ class RowCaches(CompressedCache):
         self.errors: list[Exception | None] = [None] * len(caches)
         self.plan, self.shape = caches[0].plan, caches[0].shape
         self.phase, self.prompt = Decoding(), None
+        self.short_positions, self.long = None, False  # no row goes beyond (`Engine.positions`)
         self._passes: dict[int, ForwardPass] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -12,6 +12,7 @@ from typing import Any, SupportsFloat
 from transformers import LogitsProcessor
 
 from mmkv import chat, wrapping
+from mmkv.adapters import short_positions
 from mmkv.attach import copy_probe
 from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import number
@@ -96,8 +97,10 @@ class Engine(AbstractContextManager["Engine"]):
         self._tokenizer = self._loaded.tokenizer
         self.cache_memory, self.share_prefixes = cache_memory, share_prefixes
         self.max_new_tokens = max_new_tokens
-        # Longest prompt and reply together, in tokens; None: no limit.
-        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        # Longest prompt and reply together, in tokens; None: no limit. With longrope a batch takes
+        # one set of frequencies, those of its longest row.
+        positions = getattr(config, "max_position_embeddings", None)
+        self.positions: int | None = short_positions(config) or positions
         self._bounds = Bounds(parts, self.model.dtype.itemsize, prefill_chunk)
         # Typed, since the budgets 1 (one token) and 1.0 (all tokens) compare equal.
         self._cached_plan = lru_cache(maxsize=64, typed=True)(self._make_plan)
