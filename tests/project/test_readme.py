@@ -279,7 +279,7 @@ class TestCommands:
     )
     def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
-        for folder in ("texts", "texts/novels"):
+        for folder in ("texts", "texts/novels", "texts/handbook", "texts/faq"):
             Path(folder).mkdir()
             Path(folder, "text.txt").write_text("Some words of this text are these. " * 900)
         for before, word in itertools.pairwise(words):  # models of files and folders
