@@ -31,8 +31,11 @@ from mmkv.cache.quantize import BITS, group
 FORMAT, VERSION = "mmkv-context", 5
 _TEXTS = ("weights", "dtype", "lead", "task", "digest")
 _LISTS = ("roles", "pictures", "learned")
-_HEADER = {"version": int, "plan": dict}
-_HEADER |= dict.fromkeys(_TEXTS, str) | dict.fromkeys(_LISTS, list)
+_HEADER = {
+    **{"version": int, "plan": dict},
+    **dict.fromkeys(_TEXTS, str),
+    **dict.fromkeys(_LISTS, list),
+}
 # Tensors whose lengths say how many slots a layer has, and how many pairs it holds exactly.
 _COUNTED, _NONE = ("positions", "exact"), torch.empty(0)
 # Bound on the pictures of a file, which chat templates may count.

@@ -290,7 +290,7 @@ def prepare_inputs(
     kwargs["inputs_embeds"] = inputs_embeds
     cache: Any = cache_in(kwargs)
     # Phi-3's own would drop the cache at the end of the short positions, see `longrope`.
-    kind = GenerationMixin if attachment.parts.facts.drops_cache else type(model)
+    kind: Any = GenerationMixin if attachment.parts.facts.drops_cache else type(model)
     inputs: Any = kind.prepare_inputs_for_generation(model, ids, *args, **kwargs)
     tokens = inputs.get("input_ids")
     if isinstance(cache, CompressedCache) and tokens is not None:

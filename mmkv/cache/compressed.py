@@ -99,7 +99,7 @@ class CompressedCache(CacheState):
             self.plan = self.plan.started()
         self.clock, plan = None, self.plan
         self._check_whole()
-        earlier_valid = self._valid_tokens(seen)
+        earlier_valid = self.valid_tokens(seen)
         if earlier_valid is not None and earlier is not None:
             earlier = earlier.to(earlier_valid.device)
             phase.masks_earlier = self._masks_earlier(earlier_valid, earlier)
@@ -155,7 +155,7 @@ class CompressedCache(CacheState):
         if self.due:
             return
         phase.waiting = decode.latest
-        valid = self._valid_tokens(self.get_seq_length() + q)
+        valid = self.valid_tokens(self.get_seq_length() + q)
         assert valid is not None
         self.prompt = self._marked(valid[:, :0], None, valid)
         phase.reading = Reading(evicts=True, similarity=phase.similarity)
@@ -195,7 +195,7 @@ class CompressedCache(CacheState):
             raise ValueError(
                 "padding among tokens that continue a compressed cache is not supported"
             )
-        valid = self._valid_tokens(mask.shape[1] - q)
+        valid = self.valid_tokens(mask.shape[1] - q)
         assert valid is not None
         earlier = mask[:, :-q].to(valid.device)
         if self._masks_earlier(valid, earlier):

@@ -259,7 +259,7 @@ class CacheState(Cache):
                 "start a new one"
             )
 
-    def _valid_tokens(self, seen: int) -> Tensor | None:
+    def valid_tokens(self, seen: int) -> Tensor | None:
         """Return which tokens seen are not padding, bool [B, seen]; None before any prompt."""
         if self.prompt is None:
             return None
