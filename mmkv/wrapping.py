@@ -159,6 +159,13 @@ def planned(
     compressed, n_layers, n_all = tuple(cache.ordinal), len(cache.ordinal), len(cache.layers)
     if n_layers == 0:
         window = getattr(parts.config, "sliding_window", None)
+        positions: int | None = getattr(parts.config, "max_position_embeddings", None)
+        if window is not None and positions is not None and window >= positions:  # Phi-3 128k
+            raise ValueError(
+                f"every layer of this {kind} has a sliding window of {window}, which never slides "
+                f"within its {positions} positions but keeps a cache of its own: load the model "
+                "with sliding_window=None"
+            )
         raise ValueError(
             f"every layer of this {kind} has a sliding window (sliding_window={window}) or linear "
             "attention, and keeps its own cache small: there is nothing to compress"

@@ -30,6 +30,18 @@ def phi():
     return zoo.build("Phi3ForCausalLM", config, "sdpa")
 
 
+def test_phi3_with_a_window_that_never_slides_is_refused_with_the_remedy(tmp_path):
+    """Phi-3 128k has 131,072 positions and a window of 262,144."""
+    config = CONFIGS["Phi3ForCausalLM"]()
+    config.sliding_window = config.max_position_embeddings
+    model = zoo.build("Phi3ForCausalLM", config, "sdpa")
+    with pytest.raises(ValueError, match="load the model with sliding_window=None"):
+        mmkv.wrap(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, sliding_window=None)
+    assert mmkv.is_wrapped(mmkv.wrap(loaded.eval(), "snapkv", 0.5))
+
+
 def ids(n, seed=3):
     return torch.randint(4, 100, (1, n), generator=torch.Generator().manual_seed(seed))
 
