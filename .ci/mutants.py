@@ -43,7 +43,7 @@ from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
 CORE = "contexts", "context_files", "context_texts", "digest"
-FOLDERS = "cache", "merge", "parts", "scores", "sizes", "serving"
+FOLDERS = "cache", "merge", "parts", "scores", "sizes"
 # Keywords of zip, dataclasses and json, and `non_blocking`, that tests do not see on a CPU.
 GUARDS = ("strict", "eq", "repr", "sort_keys", "non_blocking", "daemon")
 # Of small numbers, None, bools and objects without an equality of their own.
@@ -279,8 +279,7 @@ def main() -> None:
         names = chosen.modules or every
         if missing := [x for x in names if not Path("mmkv", f"{x}.py").exists()]:
             parser.error(f"no such modules: {', '.join(missing)}")
-        served = {x.startswith("serving/") for x in names}
-        tests = Tests([("tests/core", "tests/serving")[x] for x in sorted(served)], known)
+        tests = Tests(["tests/core"], known)
         for name in names:
             mutants = drawn(Path("mmkv", f"{name}.py"), chosen.seed, chosen.at_most)
             random.Random(chosen.seed).shuffle(mutants)  # a sample, where time ends it

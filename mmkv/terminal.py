@@ -93,15 +93,6 @@ def show_warnings() -> None:
     logger.addHandler(_Warnings())
 
 
-def wait_asleep() -> None:
-    """Let torch's threads sleep while they wait for each other; call this before its import.
-
-    By default they spin, and beside a server a spinning thread takes processor time from the thread
-    that it waits for. A value in the environment stays.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address, not listening yet: a model is loaded first."""
     try:

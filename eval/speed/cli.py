@@ -1,4 +1,4 @@
-"""The commands `mmkv bench`, `mmkv bench serve` and `mmkv plan`.
+"""The commands `mmkv bench` and `mmkv plan`.
 
 Arguments are checked before a model is made: a wrong one is reported in one line, with exit code 2.
 """
@@ -36,7 +36,7 @@ from mmkv.options import (
     checked,
     one_of,
 )
-from mmkv.terminal import Table, check_place, console, say, show_errors, tell, wait_asleep
+from mmkv.terminal import Table, check_place, console, say, show_errors, tell
 
 if TYPE_CHECKING:
     from mmkv.chat import Loaded
@@ -58,11 +58,9 @@ def _check_model(name: str) -> None:
 
 
 _Model = Annotated[str, typer.Option(help=_MODELS, callback=checked(_check_model))]
-bench = typer.Typer(rich_markup_mode=None)
-commands.add_typer(bench, name="bench", short_help="Measure the speed and memory of policies.")
 
 
-@bench.callback(invoke_without_command=True)
+@commands.command("bench", short_help="Measure the speed and memory of policies.")
 @show_errors
 def bench_command(
     context: typer.Context,
@@ -106,10 +104,6 @@ def bench_command(
     sources = {name: context.get_parameter_source(name) for name in context.params}
     names = [name for name, x in sources.items() if x is not None and x.name == "COMMANDLINE"]
     typed = [name.replace("_", "-") for name in names]
-    if command := context.invoked_subcommand:
-        if typed:
-            raise ValueError(f"--{typed[0]} stands before {command!r}, which has its own options")
-        return
     until = time.monotonic() + 60 * (minutes or math.inf)
     presets = split(preset)
     if unknown := [x for x in presets if x not in PRESETS]:
@@ -217,44 +211,6 @@ def _warn_beyond(model: Any, tokens: int) -> None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         say(f"{tokens:,} tokens are beyond the {limit:,} positions that the model reads")
-
-
-@bench.command("serve")
-@show_errors
-def serve_command(
-    requests: Annotated[int, typer.Option(min=2, help="Number of requests.")] = 40,
-    tokens: Annotated[int, typer.Option(min=64, help="Of a text, about, without pictures.")] = 1000,
-    pictures: Annotated[int, typer.Option(min=0, help="Pictures before each text.")] = 2,
-    documents: Annotated[
-        int, typer.Option(min=0, help="Texts that the requests share; 0: each has its own.")
-    ] = 0,
-    new: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 64,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, at random.")] = 1.0,
-    data: Annotated[
-        Path | None, typer.Option(help="A folder of real texts, as of the suite documents.")
-    ] = None,
-    clients: Annotated[int, typer.Option(min=0, help="Each waits for replies; replaces rate.")] = 0,
-    budget: Annotated[float, typer.Option(help="Budget of condense.")] = 0.2,
-    cache_memory: Annotated[float, typer.Option(help="MB for keys and values.")] = 40.0,
-    model: _Model = "builtin",
-) -> None:
-    """Time engines under load, and requests one by one, at equal cache memory."""
-    wait_asleep()
-    from mmkv.eval.speed import serve
-
-    loaded = _load(model)
-    net, pictures = loaded.model, pictures if loaded.reads_pictures else 0
-    if data is not None and loaded.processor is None:
-        raise ValueError(f"--data: {model} has no tokenizer, it is asked about random tokens")
-    net.generation_config.eos_token_id = None  # every reply then has `new` tokens
-    net.generation_config.do_sample = False
-    prompts = serve.make_requests(loaded, requests, tokens, pictures, documents, data)
-    options: Any = {"new": new, "budget": budget, "rate": rate, "clients": clients}
-    rows = serve.compare(loaded, prompts, memory=int(cache_memory * 1e6), **options)
-    pace = f"{clients} clients" if clients else f"{rate:g} a second"
-    title = f"{model} on {net.device}: {requests} requests, {pace}, {cache_memory:g} MB of cache"
-    notes = ["F1: of words, with the full cache's replies"]
-    console().print(Table("", serve.COLUMNS, rows, title, notes))
 
 
 @commands.command("plan", short_help="Compute bounds on memory, times and batches.")

@@ -5,9 +5,11 @@ import errno
 import io
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from mmkv.demo.conversation import Conversation
 from mmkv.eval.speed import bench, models
 from mmkv.eval.speed import cli as speed
 from mmkv.loading.names import file_of
-from mmkv.serving import engine
+from mmkv.vllm import probes
 
 QUESTION = "Describe the image."
 LONG = "What is it? " * 40
@@ -314,6 +316,53 @@ def test_a_port_in_use_names_the_option(capsys, monkeypatch):
     assert "--host 192.0.2.1" in complaint(capsys, "demo", "--port", 0, "--host", "192.0.2.1")
 
 
+def test_serve_runs_vllm_with_the_plugins_options(capsys, monkeypatch):
+    """All options but its own are vLLM's, whatever their order."""
+    given: list[str] = []
+    monkeypatch.setattr("mmkv.cli.serve.find_spec", lambda name: object())
+    monkeypatch.setattr("os.execv", lambda path, words: given.extend((path, *words)))
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    words = ("--port", 0, "--policy", "snapkv", "--option", "window=8", "--max-num-seqs", 4)
+    assert run(capsys, "serve", "some/model", "--budget", "25%", *words) == ("", "", 0)
+    python, again, *rest = given
+    assert (python, again) == (sys.executable, sys.executable)
+    assert rest[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", "some/model"]
+    assert rest[4] == "--additional-config"
+    options = {"policy": "snapkv", "budget": 0.25, "window": 8}
+    assert json.loads(rest[5]) == {"mmkv": options}
+    assert rest[6:] == ["--port", "0", "--max-num-seqs", "4"]
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_serve_measures_heads_that_have_not_been(monkeypatch):
+    """Where the plugin looks for them; what is there stays."""
+    asked: list[str] = []
+    loaded = SimpleNamespace(model=make_model("llama"))
+    monkeypatch.setattr(chat, "load", lambda name, *_: asked.append(name) or loaded)
+    monkeypatch.setattr("mmkv.cli.serve.find_spec", lambda name: object())
+    monkeypatch.setattr("os.execv", lambda *_: None)
+    for _ in range(2):
+        commands.app(["serve", "some/model"], standalone_mode=False)
+    assert asked == ["some/model"]
+    shown = mmkv.Profile.load(probes.path_of("some/model")).retrieval
+    assert shown == mmkv.probe(loaded.model).retrieval
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ((), "pip install 'vllm==0.32.*'"),
+        (("--budget", 200), "a share of the prompt"),
+        (("--policy", "kvzip"), "reads a prompt twice"),
+        (("--policy", "snapkv", "--option", "windw=3"), "Did you mean 'window'?"),
+    ],
+)
+def test_serve_refuses_before_vllm_starts(capsys, monkeypatch, words, why):
+    monkeypatch.setattr("mmkv.cli.serve.find_spec", lambda name: object() if words else None)
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
+    assert why in complaint(capsys, "serve", "some/model", *words)
+
+
 @pytest.mark.parametrize("width", ["80", "200"])
 @pytest.mark.parametrize("which", ["policies", "--parts"])
 def test_policies_and_parts_are_listed_with_their_options(capsys, monkeypatch, width, which):
@@ -406,10 +455,10 @@ class TestPlugins:
         taking = set()
         for name, command in typer.main.get_command(commands.app).commands.items():
             options = {option for param in command.params for option in param.opts}
-            if options & {"--policy", "--policies"}:
+            if options & {"--policy", "--policies"} and name != "serve":  # its processes are vLLM's
                 taking.add(name)
                 assert "--plugin" in options, name
-        assert taking >= {"bench", "calibrate", "chat", "check", "eval", "plan", "plot", "serve"}
+        assert taking >= {"bench", "calibrate", "chat", "check", "eval", "plan", "plot"}
 
     @pytest.mark.slow
     def test_a_policy_of_a_file(self, capsys, tmp_path):
@@ -421,11 +470,6 @@ class TestPlugins:
         words = ("--plugin", file, "--policy", "mine", "--json")
         out = run(capsys, "chat", "Value of the key 1?", *words, *SHORT)[0]
         assert json.loads(out)["report"]["policy"] == "mine"
-
-    def test_an_engine_in_another_process_knows_it_too(self, tmp_path):
-        (tmp_path / "file.py").write_text(MINE)
-        how = {"policy": "mine", "budget": 0.5, "plugins": (str(tmp_path / "file.py"),)}
-        engine.make_engine(**how).close()
 
     @pytest.mark.parametrize(
         ("code", "why"),
@@ -457,7 +501,6 @@ class TestExtras:
         ("report .", "pandas", "eval"),
         ("eval description", "pandas", "eval"),
         ("eval description", "rouge_score", "eval"),
-        ("serve", "fastapi", "serve"),
         ("demo --port 0", "gradio", "demo"),
     )
 
@@ -536,7 +579,7 @@ TYPOS = {
     "chat --plugin nowhere.py hi": "expected a Python file",
     "chat nowhere.png hi": "no such file",
     "chat --json": "--json needs a question",
-    "serve --policy snapk": "Did you mean 'snapkv'?",
+    "serve smollm2 --policy snapk": "Did you mean 'snapkv'?",
     "demo --model biltin": "Did you mean 'builtin'?",
     "check --policy snapk": "Did you mean 'snapkv'?",
     "check --budgets 0.1,much": "budget 'much'",

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import mmkv
-from helpers.serving import text_chat
+from helpers.text_chat import text_chat
 from mmkv import chat
 from mmkv.builtin import example_pictures
 

@@ -445,7 +445,6 @@ class TestBudgets:
             ("bench", "--budgets", "1,1.0", "--policies", "local", "--out", "."),
             ("eval", "none", "--budgets", "1"),
             ("plot", "layers", "--budget", "1", "--suite", "none"),
-            ("serve", "--budget", "1", "--policy", "local", "--model", "none/such"),
         ],
     )
     def test_every_command_says_so(self, command, capsys):

@@ -10,13 +10,10 @@ import mmkv
 from helpers.masking import pairs_of
 from helpers.models import make_inputs, next_turn
 from helpers.oracle import generate, short
-from helpers.serving import alone, watched
-from mmkv.attach.attachment import attachment_of
 from mmkv.cache import selection
 from mmkv.eval.speed.bench import PRESETS, make_rows
 from mmkv.eval.variants import parse_variants, plugin_arguments
 from mmkv.registry import exact_share
-from mmkv.serving import Engine
 
 SAID = "mmkv.cache.config"  # what logs shortfalls
 L, H = 3, 2
@@ -138,23 +135,6 @@ def test_learned_and_measured_layers_keep_their_proportions(models):
         assert list(map(sum, sizes)) == [L * LEAST, L * LEAST]
         assert cache.plan.learned is not None
         assert sizes[1] == pytest.approx(sizes[0], abs=1)
-
-
-def test_an_engine_reserves_what_the_floor_may_take(models):
-    """Chunks that evict are promised less than the prompt, and never less than they hold."""
-    model = models("llama")
-    options = {"window": 6, "kernel_size": 3, "evict_chunks": True, "least": 150}
-    with mmkv.wrapped(model, "snapkv", 0.05, **options):
-        inputs = make_inputs("llama", (400,))
-        wanted = alone(model, inputs, 12, prefill_chunk_size=16)
-        with Engine(model, prefill_chunk=16) as engine, watched(engine) as (_, over):
-            plan = attachment_of(model).plan
-            exact = dataclasses.replace(plan, policy=dataclasses.replace(plan.policy, least=0))
-            assert engine._bounds.prompt(plan, 400, 12) > 2 * engine._bounds.prompt(exact, 400, 12)
-            whole = dataclasses.replace(plan, evict_chunks=False)
-            assert engine._bounds.prompt(plan, 400, 12) < engine._bounds.prompt(whole, 400, 12)
-            assert engine.submit(inputs=inputs, max_new_tokens=12).result(60)[0] == wanted
-    assert not over
 
 
 def notes_of(model, lengths, budget, **options):

@@ -13,7 +13,6 @@ from helpers.oracle import short
 from helpers.pretend_cuda import install
 from mmkv.attach import graph
 from mmkv.parts import slots
-from mmkv.serving import Engine, Refused
 
 SHORT, NEW = 64, 24
 
@@ -170,20 +169,6 @@ def test_a_turn_in_chunks_across_the_change_equals_the_unwrapped_model(phi):
     assert torch.equal(
         got, phi.generate(**inputs_of(turn["input_ids"], ids(9)), **options)[:, 109:]
     )
-
-
-def test_an_engine_with_longrope_ends_at_the_change(phi):
-    """Its batches would turn every row as the longest one needs."""
-    with mmkv.wrapped(phi, "snapkv", 0.4, **short("snapkv")), Engine(phi) as engine:
-        with pytest.raises(Refused, match="60 tokens and a reply of 5 are more than the 64 pos"):
-            engine.submit(inputs=inputs_of(ids(60)), max_new_tokens=5)
-        replies = [engine.submit(inputs=inputs_of(ids(n))) for n in (60, 30)]
-        for reply in replies:
-            reply.result()
-        for n, tokens in zip((60, 30), [x.tokens for x in replies], strict=True):
-            assert len(tokens) == SHORT - n
-            alone = phi.generate(**inputs_of(ids(n)), max_new_tokens=SHORT - n, do_sample=False)
-            assert list(tokens) == alone[0, n:].tolist()
 
 
 def test_tokens_that_cannot_be_read_again_are_refused(phi):

@@ -12,9 +12,7 @@ import pytest
 import test_oracles as oracles
 
 import mmkv
-from helpers.models import make_inputs
 from helpers.oracle import Variant
-from mmkv.serving.engine import Engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 OPTIONS = (("score", "small-keys"), ("power", 2.0))
@@ -60,15 +58,6 @@ def test_it_passes_the_oracles(models, score, variant):
     oracles.test_eviction_equals_masking(models, variant, "padded")
     oracles.test_batch_equals_singles(models, variant)
     oracles.test_budget_is_spent_exactly(models, variant)
-
-
-def test_the_serving_engine_runs_it(models, score):
-    model, inputs = models("llama"), make_inputs("llama", (60,))
-    with mmkv.wrapped(model, "knorm", 0.3, **dict(OPTIONS)):
-        out = model.generate(**inputs, max_new_tokens=5, do_sample=False)
-        with Engine(model) as engine:
-            reply = engine.submit(inputs=inputs, max_new_tokens=5).result(60)
-    assert reply[0] == out[0, 60:].tolist()
 
 
 def said_by(code, *words, path, cwd):

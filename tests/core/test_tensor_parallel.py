@@ -15,7 +15,6 @@ from helpers.configs import TEXT
 from helpers.models import make_inputs, make_model
 from helpers.oracle import POSTPONED, READING, Variant, options_of
 from mmkv.scores.window import WindowAttention
-from mmkv.serving import Engine
 
 SPREAD = "spread over 2 processes"
 NEW = 6
@@ -92,7 +91,6 @@ def refused(model) -> list[str]:
     mmkv.wrap(model, "snapkv", 0.4, window=6)
     context = mmkv.read(model, make_inputs("llama", (40,)))
     for call in (
-        lambda: Engine(model),
         lambda: context.save("context"),
         lambda: mmkv.load_context("context", model),
     ):
