@@ -96,13 +96,19 @@ def test_the_stand_in_refuses_what_a_gpu_refuses(gpu):
 
 
 @pytest.mark.slow
-def test_a_context_is_read_saved_and_asked_there(models, there, gpu, tmp_path):
-    """What comes from the host goes to the model."""
-    inputs, question = (make_inputs("llama", (n,), seed=n) for n in (40, 8))
-    with mmkv.wrapped(models("llama"), "condense", 0.4, least=0):
-        wanted = mmkv.read(models("llama"), inputs).ask(question, max_new_tokens=FEW).tolist()
-    with mmkv.wrapped(model := there("llama"), "condense", 0.4, least=0, graph=False):
+@pytest.mark.parametrize(
+    ("policy", "kv_dtype"), [("condense", None), ("condense", "int4"), ("h2o", "int8")]
+)
+def test_a_context_is_read_saved_and_asked_there(models, there, gpu, policy, kv_dtype, tmp_path):
+    """What comes from the host goes to the model, whose weights have the same hash anywhere."""
+    inputs, question = (make_inputs("llama", (n, n // 2), seed=n) for n in (40, 8))
+    options = {"kv_dtype": kv_dtype, **short(policy)}
+    with mmkv.wrapped(models("llama"), policy, 0.4, **options):
+        here = mmkv.read(models("llama"), inputs)
+        wanted = here.ask(question, max_new_tokens=FEW).tolist()
+    with mmkv.wrapped(model := there("llama"), policy, 0.4, graph=False, **options):
         context = mmkv.read(model, inputs)
+        assert context.weights == here.weights
         context.save(tmp_path / "read")
         for one in (context, mmkv.load_context(tmp_path / "read", model)):
             assert one.ask(question, max_new_tokens=FEW).tolist() == wanted
