@@ -23,6 +23,9 @@ from mmkv.parts import RowSizes
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
 from mmkv.parts.victims import HeavyHitterSlots
 
+# Empty slots of blocks, as a share of the kept tokens, that are allowed for fewer blocks.
+SLACK = 0.15
+
 
 def evict(
     prompt_kv: PromptKV,
@@ -174,7 +177,8 @@ def first_slots(positions: Tensor, width: int, n: int) -> Tensor:
     """Return the slots of the n earliest tokens, int64 [R, n or less]; see `_exact_slots`."""
     used = positions[:, : max(1, width)]
     age = used.masked_fill(used < 0, torch.iinfo(used.dtype).max)
-    return age.argsort(dim=-1, stable=True)[:, :n].contiguous()
+    # Not `contiguous`, which leaves one row a view of all of its slots.
+    return age.argsort(dim=-1, stable=True)[:, :n].clone()
 
 
 def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
@@ -256,7 +260,7 @@ def planned(
     return blocks
 
 
-def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = 0.15) -> list[np.ndarray]:
+def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = SLACK) -> list[np.ndarray]:
     """Split rows into the fewest blocks with little padding.
 
     Args:
