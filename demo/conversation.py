@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from mmkv import chat
-from mmkv.budgets import named, number
+from mmkv.budgets import DEFAULT, named, number
 from mmkv.cache import quantize
 from mmkv.loading import untrusted
+from mmkv.memory import Memory
 from mmkv.registry import get_policy
 from mmkv.wrapping import comparing, wrap
 
@@ -41,7 +42,7 @@ class Settings:
     """Values of the page's controls."""
 
     policy: str = "condense"
-    budget: float | int | None = 0.2
+    budget: float | int | None = DEFAULT  # a `Memory` is a share of bytes
     options: dict[str, Any] = field(default_factory=dict[str, Any])  # that differ from defaults
     kv_dtype: str | None = None  # "int8" or "int4" to store kept pairs in 8 or 4 bits
     profile: Path | None = None
@@ -64,6 +65,8 @@ class Settings:
         """
         quantize.check(self.kv_dtype)
         policy = get_policy(self.policy, **self.options)
+        if isinstance(self.budget, Memory):
+            return policy, self.budget
         unsized = policy.keeps_all or policy.layers.retention is not None or self.budget is None
         return policy, None if unsized else number(self.budget)
 

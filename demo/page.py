@@ -19,8 +19,10 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from mmkv import chat
+from mmkv.budgets import DEFAULT
 from mmkv.builtin import example_pictures
 from mmkv.cache import quantize
+from mmkv.memory import Memory
 from mmkv.registry import list_policies, option_types, policy_class
 
 from . import conversation
@@ -187,7 +189,7 @@ def build(models: Models) -> gr.Blocks:
                 policies = list_policies()
                 policy = gr.Dropdown(policies, value=_POLICY, label="Policy", elem_id="policy")
                 info = "The share of the prompt's cache that is kept"
-                budget = gr.Slider(0.01, 1, 0.2, step=0.01, label="Budget", info=info)
+                budget = gr.Slider(0.01, 1, DEFAULT, step=0.01, label="Budget", info=info)
                 info = "Keep the prompt's text; only picture tokens compete"
                 protect = gr.Checkbox(label="Protect instructions", info=info, elem_id="protect")
                 with gr.Accordion("Length, sampling, model", open=False):
@@ -196,6 +198,8 @@ def build(models: Models) -> gr.Blocks:
                     temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info=info)
                     info = "8 or 4 bits for each number that is kept"
                     kv_dtype = gr.Dropdown([_PLAIN, *quantize.BITS], label="Held as", info=info)
+                    info = "A share of the full cache's bytes, such as 6% or 16x, in place of both"
+                    memory = gr.Textbox("", label="Memory", info=info, elem_id="memory")
                     info = "Another model starts a new conversation"
                     model = gr.Dropdown(models.names, label="Model", info=info)
                 with gr.Accordion("Options of the policy", open=False):
@@ -212,11 +216,13 @@ def build(models: Models) -> gr.Blocks:
                 options = changed_options(inputs[policy], option_values)
                 if inputs[protect]:
                     options["protect"] = "instruction"
+                in_bytes = (inputs[memory] or "").strip()
+                plain = in_bytes or inputs[kv_dtype] == _PLAIN
                 settings = Settings(
                     policy=inputs[policy],
-                    budget=float(inputs[budget]),
+                    budget=Memory.of(in_bytes) if in_bytes else float(inputs[budget]),
                     options=options,
-                    kv_dtype=None if inputs[kv_dtype] == _PLAIN else inputs[kv_dtype],
+                    kv_dtype=None if plain else inputs[kv_dtype],
                     max_new_tokens=inputs[max_tokens],
                     temperature=inputs[temperature],
                 )
@@ -273,7 +279,8 @@ def build(models: Models) -> gr.Blocks:
                 outcome: gr.update(visible=False),
             }
 
-        controlled = [question, policy, budget, protect, max_tokens, temperature, kv_dtype, model]
+        controlled = [question, policy, budget, protect, max_tokens, temperature]
+        controlled += [kv_dtype, memory, model]
         updated = [conversation_state, turns, problem, status, ask, stop, outcome]
         gr.on(
             [ask.click, question.submit],

@@ -10,7 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from mmkv import names
-from mmkv.options import checked
+from mmkv.budgets import note, parse_list
+from mmkv.memory import Memory
+from mmkv.options import check_alone, checked
 from mmkv.terminal import say
 
 DataOption = Annotated[
@@ -21,7 +23,15 @@ DataOption = Annotated[
     ),
 ]
 BudgetsOption = Annotated[
-    str, typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128).")
+    str | None,
+    typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128)."),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="In place of budgets: shares of the full cache's bytes, such as 25%,16x. Each sets "
+        "tokens and their type."
+    ),
 ]
 PolicyOption = Annotated[
     list[str] | None,
@@ -90,11 +100,17 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def budget_list(text: str) -> list[float | int]:
-    """Parse an option's budgets; print a note on each that may not be what the user meant."""
-    from mmkv.budgets import note, parse_list
+def budget_list(
+    text: str | None, default: str, memory: str | None = None, kv_dtype: str | None = None
+) -> list[float | int]:
+    """Parse an option's budgets, or shares of bytes in their place; without both, the default's.
 
-    budgets = parse_list(text)
+    Prints a note on each that may not be what the user meant.
+    """
+    check_alone(memory, budgets=text, kv_dtype=kv_dtype)
+    if memory is not None:
+        return parse_list(memory, Memory.of, "memory")
+    budgets = parse_list(default if text is None else text)
     for warning in filter(None, map(note, budgets)):
         say(warning)
     return budgets

@@ -11,10 +11,19 @@ import typer
 from mmkv import options
 from mmkv.terminal import check_place, console, say, show_errors
 
-from .arguments import BudgetsOption, LimitOption, PromptsOption, RunOption, budget_list, commands
+from .arguments import (
+    BudgetsOption,
+    LimitOption,
+    MemoryOption,
+    PromptsOption,
+    RunOption,
+    budget_list,
+    commands,
+)
 from .store import Store, describe_environment, digest, file_digests, key_of, replace
 
 FOLDER = Path("runs/check")
+BUDGETS = "0.05,0.1,0.2,0.3,0.5"  # those of `mmkv.check`
 
 
 @commands.command("check", short_help="Find the smallest budget for your prompts.")
@@ -24,7 +33,8 @@ def check_command(
     prompts: PromptsOption = None,
     within: Annotated[float, typer.Option(help="Tolerated divergence, nats a token.")] = 0.05,
     policy: options.PolicyName = "condense",
-    budgets: BudgetsOption = "0.05,0.1,0.2,0.3,0.5",
+    budgets: BudgetsOption = None,
+    memory: MemoryOption = None,
     option: options.PairsOption = None,
     plugin: options.PluginOption = None,
     profile: options.ProfileOption = None,
@@ -41,7 +51,7 @@ def check_command(
     Each budget, and the full cache in 8 and in 4 bits, is compared with the full cache along the
     model's replies: divergence of next-token predictions, share of equal tokens, and bytes.
     """
-    sizes = budget_list(budgets)
+    sizes = budget_list(budgets, BUDGETS, memory, kv_dtype)
     check_place(out or FOLDER)
 
     # These import torch.
@@ -71,6 +81,7 @@ def check_command(
                 "profile": None if profile is None else str(profile),
                 "files": file_digests(net, [] if profile is None else [profile]),
                 "budgets": sizes,
+                **({} if memory is None else {"memory": True}),
                 "max_new_tokens": max_new_tokens,
                 "n": len(inputs),
                 "prompts_digest": digest([x["input_ids"].tolist() for x in inputs]),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmkv.budgets import DEFAULT
 from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption, checked, one_of
 from mmkv.terminal import check_place, console, say, show_errors
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from .samples import Sample
 
+BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
 PLOTS = ("layers", "lorenz", "retention", "heads")
 
 
@@ -49,7 +51,8 @@ def eval_command(
             callback=checked(lambda text: text == "all" or check_variants(text)),
         ),
     ] = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv",
-    budgets: arguments.BudgetsOption = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9",
+    budgets: arguments.BudgetsOption = None,
+    memory: arguments.MemoryOption = None,
     metrics: Annotated[
         str, typer.Option(help=f"Of {', '.join(METRICS)}; the last two need replies.")
     ] = "ppl,rouge",
@@ -94,7 +97,7 @@ def eval_command(
     """
     from .suites.registry import BUILTIN, default_data, load_suite
 
-    sizes, metric_names = budget_list(budgets), split(metrics)
+    sizes, metric_names = budget_list(budgets, BUDGETS, memory), split(metrics)
     check_metrics(metric_names)
     if {"rouge", "score"} & {*metric_names}:
         import_module("rouge_score")  # a missing package is reported before any measurement
@@ -204,7 +207,7 @@ def calibrate_command(
             callback=checked(check_variants),
         ),
     ] = "condense",
-    budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = "0.2",
+    budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = str(DEFAULT),
     model: ModelOption = "builtin",
     prompts: arguments.PromptsOption = None,
     suite: arguments.SuiteOption = None,
@@ -291,7 +294,8 @@ def plot_command(
             callback=checked(check_variants),
         ),
     ] = "prefixkv,xkv,squeeze,pyramidkv,snapkv",
-    budget: Annotated[str, typer.Option(help="As for eval.")] = "0.2",
+    budget: arguments.BudgetsOption = None,
+    memory: arguments.MemoryOption = None,
     profile: Annotated[
         Path | None, typer.Option(help="For heads. [default: what the model comes with]")
     ] = None,
@@ -312,9 +316,9 @@ def plot_command(
     from . import draw
     from .suites.registry import BUILTIN, default_data, load_suite
 
-    size, *more_budgets = budget_list(budget)
+    size, *more_budgets = budget_list(budget, str(DEFAULT), memory)
     if more_budgets:
-        raise ValueError(f"--budget {budget}: a plot has one budget")
+        raise ValueError(f"--budget {budget or memory}: a plot has one budget")
     path = out or Path(f"{kind}.png")
     _check_file(path)
     check_format(path)

@@ -119,6 +119,8 @@ def curves(report: Report) -> Figure:
         if metric == "ppl":
             _log(axis.yaxis)
         below = "kept, % of the prompt" if in_fractions else "kept, tokens per head"
+        if report.settings.get("memory"):
+            below = "% of the full cache's bytes"
         _head(axis, LABELS[metric] + _HINTS.get(metric, ""), below)
         axis.set_xticks(x_values, [f"{x:g}" for x in x_values])
     s = report.settings

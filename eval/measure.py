@@ -291,11 +291,11 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     other_bytes = sum(x.nbytes for x in report.layers if not x.compressed)
     full_pair = (report.full_nbytes - other_bytes) // (len(cache.lengths) * heads * n * seen)
     block = layers[0].blocks[0]
+    per_slot = (block.nbytes_of(2) - block.nbytes_of(1)) // len(block.positions)
     for row, length in enumerate(cache.lengths):
         kept, total = sum(x.sizes[row] for x in layers), length * n
         shares = [None if x.retained is None else float(x.retained[row]) for x in layers]
-        held = sum(block.nbytes_of(x.sizes[row]) // len(block.positions) for x in layers)
-        sizes = {"cache_bytes": heads * held, "full_bytes": total * heads * full_pair}
+        sizes = {"cache_bytes": heads * kept * per_slot, "full_bytes": total * heads * full_pair}
         facts = {"prompt_tokens": length, "kept_fraction": kept / total, **sizes}
         rows.append(facts | {"retained": 1.0 if kept == total else mean_known(shares)})
     return rows

@@ -19,6 +19,7 @@ from accelerate import PartialState
 
 from mmkv import registry
 from mmkv.budgets import named, number
+from mmkv.memory import Memory
 from mmkv.terminal import bar, say
 
 from .measure import COMPARED, Batch, Job, measure
@@ -68,7 +69,7 @@ def run(
         processor: a transformers processor, or a tokenizer for a text model.
         samples: of one suite; `model_name`, `data` and `limit` are only recorded.
         policies, options: see `parse_variants`. "full" is added if the metrics compare with it.
-        budgets: fractions of the prompt, or numbers of tokens.
+        budgets: fractions of the prompt, or numbers of tokens; or all of them `Memory`.
         metrics: of `store.METRICS`: perplexity of the answer; divergence of the next-token
             distributions from the full cache's, and the share of the same next tokens, along a
             text's continuation or the full cache's reply; ROUGE-L against that reply; the sample's
@@ -122,6 +123,7 @@ def run(
         "seed": seed,
         "notes": list(dict.fromkeys(x.note for x in samples if x.note)),
         **({"replay": True} if replay else {}),
+        **({"memory": True} if isinstance(budgets[0], Memory) else {}),
     }
     environment = describe_environment(model.device)
     store = Store(out, None if processes.num_processes == 1 else processes.process_index)

@@ -16,6 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mmkv.budgets import named
+from mmkv.memory import Memory
+
 Row = dict[str, Any]
 Key = tuple[str, str, int]
 
@@ -188,7 +191,9 @@ def _line(row: Row) -> str:
 
 
 def percent(budget: float | int) -> str:
-    """Return a budget as a percentage or a number of tokens, for display."""
+    """Return a budget as a percentage, of tokens or bytes, or a number of tokens, for display."""
+    if isinstance(budget, Memory):
+        return named(budget)
     return f"{100 * budget:g}%" if isinstance(budget, float) else f"{budget} tokens"
 
 

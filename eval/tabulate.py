@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas
 
+from mmkv.memory import Memory
 from mmkv.terminal import Table
 
 from . import store
@@ -129,7 +130,9 @@ class Report:
         self.policies = [p for p in self.settings["policies"] if p != FULL] or [FULL]
         self.every = list(dict.fromkeys([FULL, *self.policies]))
         all_keep_all = all(map(_keeps_all, self.policies))
-        self.budgets: list[float | int] = [1.0] if all_keep_all else self.settings["budgets"]
+        self.size_of = Memory if self.settings.get("memory") else lambda x: x
+        budgets = map(self.size_of, self.settings["budgets"])
+        self.budgets: list[float | int] = [1.0] if all_keep_all else [*budgets]
         columns = ["policy", "task", "tags", "error", "divergences", *_NUMBERS]
         frame = pd.DataFrame(list(rows.values())).reindex(columns=columns)
         frame[_NUMBERS] = frame[_NUMBERS].astype(float)
@@ -287,10 +290,14 @@ class Report:
         """Return a line for each policy and budget with samples that could not be measured."""
         failed = self.rows[self.rows["error"].notna()].groupby(["policy", "kept"], sort=False)
         return [
-            f"{policy} at {percent(json.loads(kept))}: {len(rows)} of {self.settings['n']} samples "
+            f"{policy} at {self.percent(kept)}: {len(rows)} of {self.settings['n']} samples "
             f"could not be measured ({rows['error'].iloc[0]})."
             for (policy, kept), rows in failed
         ]
+
+    def percent(self, kept: str) -> str:
+        """Return the budget of a row for display, from its text in `summaries`."""
+        return percent(self.size_of(json.loads(kept)))
 
     def write(self) -> list[Path]:
         """Write report.md and report.csv into the run's folder; return their paths."""
@@ -407,7 +414,7 @@ def _points(report: Report, hidden: bool) -> Any:
     whole = points.loc[full, "held_bytes"].max()
     points = points.assign(share=points["held_bytes"] / whole)
     policy = points["policy"].str.removesuffix(suffix)
-    kept = [percent(json.loads(text)) for text in points["kept"]]
+    kept = list(map(report.percent, points["kept"]))
     label = policy.where(policy == FULL, policy + " " + kept)
     facts = {name: report.settings[name] for name in ("model", "suite", "data")}
     facts |= {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from mmkv.memory import Memory
+
 if TYPE_CHECKING:
     from mmkv.policy import Policy
 
+# Kept where neither the user, the policy nor the profile says how much, on a command line and in
+# the demo; `mmkv.wrap` has no default.
+DEFAULT: float = 0.2
 _MOST = 2**31  # more tokens than any prompt has, and small enough for arithmetic
 
 
 def number(budget: Any) -> float | int:
     """Convert a budget to a float, the fraction kept, or an int, the tokens per layer and head.
 
-    NumPy's numbers, `Fraction` and `Decimal` are accepted too, and texts as on a command line.
+    NumPy's numbers, `Fraction` and `Decimal` are accepted too, and texts as on a command line. A
+    share of bytes stays as it is.
     """
     if isinstance(budget, str):
         return parse(budget)
+    if isinstance(budget, Memory):
+        return budget
     if isinstance(budget, bool) or not isinstance(budget, Real | Decimal):
         raise ValueError(
             f"budget={budget!r}: expected a float in (0, 1], a text such as '20%', or an int of at "
@@ -93,13 +102,15 @@ def parse(text: str) -> float | int:
     return _in_range(budget, f"budget={text}")
 
 
-def parse_list(text: str) -> list[float | int]:
-    """Parse budgets separated by commas, and refuse duplicates."""
+def parse_list(
+    text: str, one: Callable[[str], float | int] = parse, what: str = "budget"
+) -> list[float | int]:
+    """Parse budgets separated by commas, each by `one`, and refuse duplicates."""
     budgets: list[float | int] = []
     for part in text.split(","):
-        budget = parse(part)
+        budget = one(part)
         if named(budget) in map(named, budgets):
-            raise ValueError(f"budget {part.strip()} is named twice")
+            raise ValueError(f"{what} {part.strip()} is named twice")
         budgets.append(budget)
     return budgets
 
@@ -112,5 +123,7 @@ def note(budget: float | int | None) -> str:
 
 
 def named(budget: float | int) -> str:
-    """Return a budget's label: "0.2", "1.0" for everything, "1" for one token."""
+    """Return a budget's label: "0.2", "1.0" for everything, "1" for one token, "6.25% of bytes"."""
+    if isinstance(budget, Memory):
+        return f"{budget} of bytes"
     return "1.0" if budget == 1 and isinstance(budget, float) else f"{budget:g}"

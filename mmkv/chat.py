@@ -24,9 +24,6 @@ from mmkv.policy import Policy
 from mmkv.profiles import Profile
 from mmkv.registry import option_types, policy_class
 
-# Used where neither the user, the policy nor the profile gives a budget.
-DEFAULT_BUDGET = 0.2
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -75,12 +72,10 @@ def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def parse_budget(text: str | None, policy: Policy, profile: Path | None) -> int | float | None:
-    """Parse a budget, by default 0.2, or None where policy or profile gives the size."""
+def default_budget(policy: Policy, profile: Path | None) -> float | None:
+    """Return the budget where none is given, or None where policy or profile gives the size."""
     sized = profile is not None and Profile.load(profile).fractions
-    if text is not None:
-        return budgets.parse(text)
-    return None if sized or policy.layers.retention is not None else DEFAULT_BUDGET
+    return None if sized or policy.layers.retention is not None else budgets.DEFAULT
 
 
 def parse_value(name: str, text: str, hint: Any) -> Any:

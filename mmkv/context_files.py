@@ -368,6 +368,7 @@ def _plan(plan: CacheConfig) -> dict[str, Any]:
     """Return policy, options, budget and dtype as JSON has them."""
     fields = {"policy": plan.policy.name, **plan.policy.flat()}
     fields |= {"budget": plan.budget, "kv_dtype": plan.kv_dtype}
+    fields |= {} if plan.memory is None else {"memory": float(plan.memory.memory)}
     return json.loads(json.dumps(fields, default=str))
 
 

@@ -22,6 +22,7 @@ from rich.text import Text
 from mmkv import budgets as sizes
 from mmkv.cache.quantize import BITS
 from mmkv.forcing import Scored, checked_inputs, log_probabilities, replies, score_answers
+from mmkv.memory import Memory
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
 from mmkv.registry import get_policy
@@ -30,6 +31,7 @@ from mmkv.wrapping import wrapped
 
 Row = dict[str, Any]
 FULL = "full"
+BUDGETS = (0.05, 0.1, 0.2, 0.3, 0.5)  # compared where none are given
 # Caches whose bytes differ by no more count as equal: a floor sets their size, not the budget.
 _ALIKE = 0.02
 
@@ -58,8 +60,9 @@ def check(
     model: Any,
     inputs: Iterable[Mapping[str, Any]],
     policy: str | Policy = "condense",
-    budgets: Sequence[float | int] = (0.05, 0.1, 0.2, 0.3, 0.5),
+    budgets: Sequence[float | int | str] | None = None,
     *,
+    memory: Sequence[float | str] | None = None,
     within: float = 0.05,
     max_new_tokens: int = 48,
     profile: Profile | str | os.PathLike[str] | None = None,
@@ -73,7 +76,8 @@ def check(
         inputs: for each prompt the inputs of `model(**x)`, such as a processor returns; each row
             of a left-padded batch counts as a prompt.
         policy, profile, kv_dtype, policy_options: as for `mmkv.wrap`.
-        budgets: fractions of the prompt, or tokens per layer and head.
+        budgets: fractions of the prompt, or tokens per layer and head; by default 0.05 to 0.5.
+        memory: in their place, and in that of `kv_dtype`: shares of the full cache's bytes.
         within: the tolerance, nats a token.
         max_new_tokens: most tokens of a reply.
 
@@ -86,6 +90,10 @@ def check(
     """
     if policy_options and not isinstance(policy, str):
         raise ValueError(f"options {sorted(policy_options)} beside a Policy: give them to it")
+    if memory is not None and budgets is not None:
+        raise ValueError(f"memory={memory!r} stands in place of budgets={budgets!r}: give one")
+    budgets = BUDGETS if budgets is None else budgets
+    budgets = [sizes.number(x) for x in budgets] if memory is None else [*map(Memory.of, memory)]
     chosen = get_policy(policy, **policy_options) if isinstance(policy, str) else policy
     check_arguments(chosen, budgets, within, max_new_tokens)
     samples = [checked_inputs(x, i, "check") for i, x in enumerate(inputs)]
@@ -137,6 +145,7 @@ def _rows(
         {
             "policy": setting.label,
             "budget": setting.budget,
+            **({"memory": True} if isinstance(setting.budget, Memory) else {}),
             "index": first_row + i,
             "prompt_tokens": lengths[i],
             "tokens": n,
@@ -201,7 +210,7 @@ def settings_of(
     kv_dtype: str | None = None,
 ) -> list[Setting]:
     """Return the caches to compare, after wrapping with each, those of the full cache last."""
-    settings = [Setting(policy, sizes.number(b), kv_dtype, profile) for b in budgets]
+    settings = [Setting(policy, budget, kv_dtype, profile) for budget in budgets]
     settings += [Setting(get_policy(FULL), 1.0, dtype) for dtype in BITS]
     for setting in settings:
         with setting.wrapped(model):
@@ -332,16 +341,24 @@ def summed_up(rows: Iterable[Row], within: float) -> CheckReport:
     """Return the report on rows of `measured`, in which the policy's come first."""
     by_cache: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
+        if row.get("memory"):
+            row = row | {"budget": Memory(row["budget"])}
         by_cache.setdefault((row["policy"], sizes.named(row["budget"])), []).append(row)
     caches, notes = [_over_prompts(x) for x in by_cache.values()], list[str]()
-    untested = [x for x in caches if isinstance(x.budget, float) and x.kept > 1.1 * x.budget + 0.01]
+    first_cache = next(iter(by_cache.values()))
+    full_nbytes = round(sum(x["full_nbytes"] for x in first_cache) / len(first_cache))
+
+    def exceeds(x: CheckRow) -> bool:
+        share = x.nbytes / full_nbytes if isinstance(x.budget, Memory) else x.kept
+        return isinstance(x.budget, float) and share > 1.1 * x.budget + 0.01
+
+    untested = [x for x in caches if exceeds(x)]
     if untested:
         notes.append(
             f"{', '.join(x.name for x in untested)} kept more than the budget says: what always "
             "stays of these prompts, such as least= tokens a head, is more; longer prompts put it "
             "to the test"
         )
-    first_cache = next(iter(by_cache.values()))
     if empty := sum(not x["tokens"] for x in first_cache):
         notes.append(f"{empty} replies end with their first token and say nothing of a cache")
     lengths = [x["prompt_tokens"] for x in first_cache]
@@ -351,7 +368,7 @@ def summed_up(rows: Iterable[Row], within: float) -> CheckReport:
         prompts=len(first_cache),
         prompt_tokens=(min(lengths), max(lengths)),
         tokens=sum(x["tokens"] for x in first_cache),
-        full_nbytes=round(sum(x["full_nbytes"] for x in first_cache) / len(first_cache)),
+        full_nbytes=full_nbytes,
         rows=tuple(caches),
         notes=tuple(notes),
     )

@@ -13,6 +13,7 @@ import typer
 
 from mmkv import budgets, names
 from mmkv.loading import names as models
+from mmkv.memory import Memory
 from mmkv.terminal import show_errors
 
 
@@ -60,6 +61,30 @@ def _profile(path: Path | None) -> Path | None:
     return path
 
 
+def size_of(
+    budget: str | None, memory: str | None, kv_dtype: str | None = None
+) -> float | int | None:
+    """Return the size that --budget or --memory gives, in tokens or in bytes; None without either.
+
+    Raises:
+        ValueError: --memory is given beside what it decides.
+    """
+    check_alone(memory, budget=budget, kv_dtype=kv_dtype)
+    if memory is not None:
+        return Memory.of(memory)
+    return None if budget is None else budgets.parse(budget)
+
+
+def check_alone(memory: str | None, **others: str | None) -> None:
+    """Refuse --memory beside others that are given."""
+    for name, value in others.items():
+        if memory is not None and value is not None:
+            raise ValueError(
+                f"--memory {memory} sets the budget and the type of kept pairs: leave "
+                f"--{name.replace('_', '-')} {value} out, or --memory"
+            )
+
+
 MODELS = (
     "builtin, smollm2, smollm2-vision, a folder, a .gguf file, or an id that transformers loads"
 )
@@ -92,6 +117,14 @@ BudgetOption = Annotated[
         callback=checked(budgets.parse),
         help="How much to keep: a fraction of the prompt (0.2 or 20%), or the mean number of "
         "tokens per layer and head (200). [default: 0.2, or the profile's]",
+    ),
+]
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        callback=checked(Memory.of),
+        help="In place of --budget and --kv-dtype: the share of the full cache's bytes, such as "
+        "6% or 16x.",
     ),
 ]
 PairsOption = Annotated[

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmkv.terminal import Table, plain
+from mmkv.terminal import Table, of_bytes, plain
 
 if TYPE_CHECKING:
     from mmkv.cache.state import CacheState
@@ -43,7 +43,8 @@ class CacheReport:
 
     Attributes:
         policy: its name.
-        budget: the budget that was given to `wrap`.
+        budget: the budget that was given to `wrap`, or that follows from its memory.
+        size: the budget or the memory in words.
         seen: tokens seen by each row, [B].
         generated: how many of them came after the last prompt.
         layers: one report a layer.
@@ -60,6 +61,7 @@ class CacheReport:
 
     policy: str
     budget: float | int | None
+    size: str
     seen: list[int]
     generated: int
     layers: list[LayerReport]
@@ -110,6 +112,7 @@ class CacheReport:
         return cls(
             policy=cache.plan.policy.name,
             budget=cache.plan.budget,
+            size=cache.plan.size,
             seen=seen,
             generated=generated,
             layers=layers,
@@ -158,7 +161,8 @@ class CacheReport:
             **figures(self),
         }
         cells = [(name, [row.get(x, "") for x in columns]) for name, row in rows.items()]
-        title = f"{self.policy}, budget {self.budget}: {self.headline}"
+        held = of_bytes(self.nbytes, self.full_nbytes)
+        title = f"{self.policy}, {self.size}: {held}, {self.headline}"
         return Table("layer", columns, cells, title, [*self.notes, _LEGEND])
 
     @property
@@ -197,7 +201,7 @@ def _notes(cache: CacheState) -> list[str]:
         return [f"held whole: {progress} are to come before it is evicted"]
     notes = list[str]()
     plan, n_whole = cache.plan, 0
-    setting = f"budget {plan.budget}" if plan.budget else f"retention {policy.layers.retention}"
+    setting = plan.size
     for row, length in enumerate(cache.lengths):
         sizes = [x.keeping().sizes[row] for x in cache.compressed]
         raised = plan.raised(length, len(sizes), sum(sizes))

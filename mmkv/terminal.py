@@ -43,6 +43,15 @@ def console() -> Console:
     return screen if seen else Console(width=_FILE_WIDTH)
 
 
+def of_bytes(held: int, full: int) -> str:
+    """Return the bytes that a cache holds of those of the full one: "1.3 of 10.0 MiB (13%)"."""
+    power = min(3, max(1, (max(full, 1).bit_length() - 1) // 10))
+    unit, factor = " KMG"[power], 1024**power
+    share = held / max(full, 1)
+    digits = 1 if share < 0.0995 else 0
+    return f"{held / factor:.1f} of {full / factor:.1f} {unit}iB ({share:.{digits}%})"
+
+
 def plain(shown: Any) -> str:
     """Return what the terminal shows of an object that rich prints, without colours."""
     from io import StringIO

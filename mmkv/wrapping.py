@@ -20,10 +20,12 @@ from mmkv.attach import attention, repetition
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure
 from mmkv.cache import quantize
+from mmkv.cache.allotment import allotted
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.sampling import SampledSizes
 from mmkv.calls import unwrap_container
+from mmkv.memory import Memory
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.sizes.layers import UniformLayers
@@ -50,6 +52,7 @@ def wrap(
     *,
     profile: profiles.Profile | str | os.PathLike[str] | None = None,
     kv_dtype: str | None = None,
+    memory: SupportsFloat | str | None = None,
     evict_chunks: bool = False,
     graph: bool = True,
     **policy_options: Any,
@@ -70,6 +73,9 @@ def wrap(
             "visual" look for "mmkv-profile.json" or "mmkv-visual-heads.json" in the folder that the
             model was loaded from; "retrieval" otherwise measures one here, in one pass.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
+        memory: in place of both: the share, in (0, 1], of the bytes that the full cache of a prompt
+            has in the model's type, such as 1/16, "6%" or "16x". It sets tokens and type together,
+            see `mmkv.memory`. Layers with a sliding window or linear attention do not count.
         evict_chunks: evict after every chunk of a prompt that is read in chunks
             (`generate(..., prefill_chunk_size=1024)`), so that memory is the budget and one chunk
             at any length, and later chunks attend to what is left. Otherwise a prompt is evicted
@@ -81,9 +87,9 @@ def wrap(
         The same model, configured.
 
     Raises:
-        ValueError: an unsupported model, an unknown policy or option, a budget out of range, a
-            profile of another model or budget, or a model that is wrapped already. The model
-            is not changed then.
+        ValueError: an unsupported model, an unknown policy or option, a budget or memory out of
+            range, memory beside a budget or a type, a profile of another model or budget, or a
+            model that is wrapped already. The model is not changed then.
     """
     outer, model = model, unwrap_container(model)
     kind = type(model).__name__
@@ -96,6 +102,14 @@ def wrap(
             "give them to the policy, or name it by a string"
         )
     chosen = policy if isinstance(policy, Policy) else get_policy(policy, **policy_options)
+    if memory is not None:
+        if budget is not None or kv_dtype is not None:
+            given = f"budget={budget!r}" if kv_dtype is None else f"kv_dtype={kv_dtype!r}"
+            raise ValueError(
+                f"memory={memory!r} sets the budget and the type of kept pairs, and {given} is "
+                "given beside it: take memory alone, or budget and kv_dtype"
+            )
+        budget = Memory.of(memory)
     parts = adapters.find(outer)
     if attention.is_view(parts.config):
         raise ValueError(
@@ -153,8 +167,11 @@ def planned(
     evict_chunks: bool = False,
     graph: bool = True,
 ) -> tuple[CacheConfig, tuple[int, ...]]:
-    """Return the configuration of caches and the compressed layers' indices; see `wrap`."""
-    kind = type(model).__name__
+    """Return the configuration of caches and the compressed layers' indices; see `wrap`.
+
+    A budget that is a `Memory` is a share of bytes.
+    """
+    kind, memory = type(model).__name__, budget if isinstance(budget, Memory) else None
     cache = CompressedCache(parts.config, CacheConfig(chosen, None))
     compressed, n_layers, n_all = tuple(cache.ordinal), len(cache.ordinal), len(cache.layers)
     if n_layers == 0:
@@ -185,7 +202,8 @@ def planned(
         repetition.check_instruction(parts, chosen)
     fractions, measured = None, None
     if profile is not None:
-        measured = profiles.read(profile, parts.config, n_layers, budget)
+        given = None if memory is not None else budget
+        measured = profiles.read(profile, parts.config, n_layers, given)
     elif chosen.heads.profile and isinstance(chosen.layers, UniformLayers):
         measured = profiles.own(model, chosen.heads.profile)
         if measured is None and chosen.heads.without_profile:
@@ -205,6 +223,9 @@ def planned(
                 "finds them for itself: leave out one of the two"
             )
         fractions, budget = measured.fractions, measured.budget if budget is None else budget
+    if memory is not None:
+        _check_memory(memory, chosen, kv_dtype, profile if fractions is not None else None)
+        budget = float(memory)
     checked_budget = budgets.checked(chosen, budget)
     if not CacheConfig(chosen, checked_budget).keeps_everything:
         _check_spread(parts, chosen, sized=fractions is not None)
@@ -233,12 +254,26 @@ def planned(
     sampling = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
     fields = checked_budget, fractions, inv_freq, kv_dtype, evict_chunks
     config = CacheConfig(chosen, *fields, graph=graph and parts.ranks == 1, sampling=sampling)
+    if memory is not None:
+        _, head_dim = parts.pair_shape(compressed[0])
+        config = allotted(config, memory, model.dtype.itemsize, head_dim)
     exact = config.keeps_everything or config.waits_for_probe
     # Equal heads suit few language models. Other policies had a more exact notice above.
     explained = exact or chosen.heads.without_profile or profiles.beside(model) is not None
     if measured is None and chosen.heads.equal and not explained:
         _log_once(chosen, EQUAL_HEADS)
     return config, compressed
+
+
+def _check_memory(memory: Memory, policy: Policy, kv_dtype: str | None, profile: Any) -> None:
+    """Refuse a share of bytes beside what sets tokens or their type too."""
+    given = f"retention={policy.layers.retention}" if policy.layers.retention is not None else ""
+    given = f"profile={str(profile)!r}" if profile is not None else given
+    given = f"kv_dtype={kv_dtype!r}" if kv_dtype is not None else given
+    if given:
+        raise ValueError(
+            f"memory={float(memory):.3g} and {given} both decide how much is kept: give one of them"
+        )
 
 
 def _check_spread(parts: adapters.Adapter, policy: Policy, *, sized: bool) -> None:

@@ -32,6 +32,7 @@ from mmkv.eval.speed import models
 from mmkv.eval.speed.rival import Worker, nearest_press, press_label
 from mmkv.eval.store import describe_environment
 from mmkv.eval.variants import parse_variants
+from mmkv.memory import Memory
 from mmkv.terminal import Table, tell
 from mmkv.wrapping import comparing
 
@@ -94,7 +95,8 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
             continue
         for budget in setting.budgets:
             rows.append(Row(f"{text} {named(budget)}", policy.name, budget, options))
-            if kvpress and (press := nearest_press(policy, budget, setting.prompt)):
+            shares_tokens = kvpress and not isinstance(budget, Memory)
+            if shares_tokens and (press := nearest_press(policy, budget, setting.prompt)):
                 label = f"kvpress {press_label(press)} {named(budget)}"
                 presses[label] = Row(label, budget=budget, press=press)
     return [*rows, *presses.values()]

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mmkv import options
+from mmkv.budgets import DEFAULT
 from mmkv.eval.arguments import (
     BudgetsOption,
+    MemoryOption,
     budget_list,
     check_variants,
     commands,
@@ -26,6 +29,7 @@ from mmkv.eval.speed.cards import CARDS
 from mmkv.loading.names import DTYPES, NAMES, file_of
 from mmkv.options import (
     MODELS,
+    BudgetOption,
     DeviceOption,
     DtypeOption,
     KvDtypeOption,
@@ -75,7 +79,8 @@ def bench_command(
             callback=checked(check_variants),
         ),
     ] = "full,snapkv,adakv,prefixkv",
-    budgets: BudgetsOption = "0.2",
+    budgets: BudgetsOption = None,
+    memory: MemoryOption = None,
     plugin: PluginOption = None,
     preset: Annotated[
         str, typer.Option(help=f"{', '.join(PRESETS)}: in place of all the above.")
@@ -108,13 +113,13 @@ def bench_command(
     presets = split(preset)
     if unknown := [x for x in presets if x not in PRESETS]:
         raise ValueError(f"preset {unknown[0]!r}: expected {', '.join(PRESETS)}")
-    replaced = ("model", "prompt", "new", "batch", "policies", "budgets")
+    replaced = ("model", "prompt", "new", "batch", "policies", "budgets", "memory")
     if presets and (conflicting := [name for name in replaced if name in typed]):
         raise ValueError(f"--preset names the {conflicting[0]} too: drop --{conflicting[0]}")
     for name, text in (("policies", policies), ("budgets", budgets)):
-        if not split(text):
+        if text is not None and not split(text):
             raise ValueError(f"--{name} {text!r} names none")
-    sizes = tuple(budget_list(budgets))
+    sizes = tuple(budget_list(budgets, str(DEFAULT), memory))
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
     check_place(out.parent)
@@ -221,7 +226,8 @@ def plan_command(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 4096,
     new: Annotated[int, typer.Option(min=1, help="Tokens generated.")] = 256,
     policy: PolicyName = "condense",
-    budget: Annotated[str, typer.Option(help="A share of the prompt, or tokens.")] = "0.2",
+    budget: BudgetOption = None,
+    memory: options.MemoryOption = None,
     option: PairsOption = None,
     plugin: PluginOption = None,
     profile: ProfileOption = None,
@@ -239,9 +245,8 @@ def plan_command(
     Times are lower bounds by a card's published speed; real ones are longer. Only the config is
     read, no weights.
     """
-    from mmkv.budgets import parse
-
-    size = parse(budget)
+    size = options.size_of(budget, memory, kv_dtype)
+    size = DEFAULT if size is None else size
 
     import torch
 
@@ -257,14 +262,16 @@ def plan_command(
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
     _warn_beyond(net, prompt + new)
-    if profile is not None:
+    if profile is not None or memory is not None:
         config, _ = planned(net, adapters.find(net), chosen, size, profile=profile)
         chosen = config.policy
+    if memory is not None:
+        size, kv_dtype = config.budget, config.kv_dtype
     sizes = Sizes.of(net)
     load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))
     smaller = plan(sizes, load, card, chosen, size, kv_dtype)
-    name = " ".join(filter(None, (policy, budget, kv_dtype)))
+    name = " ".join(filter(None, (policy, budget or f"{size:.3g}", kv_dtype)))
     cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
     rows = [(label, [*figures.values()]) for label, figures in cells.items()]
     title = (

@@ -14,17 +14,14 @@ from typing import Any, NamedTuple
 import torch
 
 from mmkv.budgets import checked
-from mmkv.cache import selection
-from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.evict import group_rows
-from mmkv.cache.prompt_kv import PromptKV
+from mmkv.cache.allotment import empty_slots
+from mmkv.cache.config import CacheConfig
 from mmkv.calls import cache_in
 from mmkv.eval.speed.cards import Card
 from mmkv.parts.slots import Ratio
 from mmkv.policy import Policy
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
-from mmkv.sizes.profiled import HeadsByWeight
 
 # Usable share of a card's memory; the rest is for the CUDA context and fragmentation.
 _USABLE = 0.95
@@ -149,27 +146,6 @@ def held(
     return max(kept(prompt), min(config.kept_whole, seen))
 
 
-def empty_slots(policy: Policy, budget: float | int, load: Load) -> float:
-    """Return the empty slots of a layer for each sequence and head, a mean over layers.
-
-    Heads of different sizes share a block that is as long as its largest head (`group_rows`).
-    """
-    heads, config = policy.heads, CacheConfig(policy, budget)
-    if not isinstance(heads, HeadsByWeight) or config.kept_whole >= load.prompt:
-        return 0.0
-    n_layers, H = len(heads.weights), len(heads.weights[0])
-    valid = torch.ones(1, load.prompt, dtype=torch.bool)
-    prompt = TokenMasks.of(config, valid, n_layers=n_layers)
-    scores, positions = torch.zeros(1, H, load.prompt), torch.arange(load.prompt).view(1, 1, -1)
-    (layer_sizes,) = selection.sizes_of_rows(config, prompt, n_layers)
-    kv, empty = PromptKV(scores, scores, positions, scores), 0
-    for layer, size in zip(heads.layers, layer_sizes, strict=True):
-        ranking = selection.ranked(policy, kv, prompt, [size], layer)
-        counts = ranking.size.expand(load.batch, H).flatten().numpy()
-        empty += sum(len(x) * int(counts[x].max()) for x in group_rows(counts)) - int(counts.sum())
-    return empty / (n_layers * H * load.batch)
-
-
 def plan(
     sizes: Sizes,
     load: Load,
@@ -181,7 +157,7 @@ def plan(
     """Return bounds of a policy on a card; `budget` and `kv_dtype` are as for `mmkv.wrap`."""
     if policy.layers.retention is None:
         checked(policy, budget)
-    empty = empty_slots(policy, budget, load)
+    empty = empty_slots(CacheConfig(policy, budget), load.prompt) or 0.0
     itemsize, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
     # Up to 64 numbers of a head share a step and a lowest number of 16 bits each.
     group = min([64, *(x.width for x in full)])

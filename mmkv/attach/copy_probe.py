@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmkv import adapters, digest
+from mmkv.cache.allotment import for_heads
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.loading import cache_folder
@@ -144,7 +145,7 @@ def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
     except ValueError as error:
         logger.warning("%s", error)
         policy = replace(plan.policy, heads=UniformHeads())
-    return replace(plan, policy=policy)
+    return for_heads(replace(plan, policy=policy))
 
 
 def _ready(attachment: Attachment) -> bool:

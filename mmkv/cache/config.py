@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from mmkv.cache import sampling
 from mmkv.cache.sampling import SampledSizes
 from mmkv.layer_inputs import closed
+from mmkv.memory import Allotment
 from mmkv.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class CacheConfig:
     kv_dtype: str | None = None
     # Evict after every chunk of a prompt that is read in chunks, not only after the last.
     evict_chunks: bool = False
+    # The share of the full cache's bytes from which budget and type follow; None: they were given.
+    memory: Allotment | None = None
     # The layer sizes learned so far (`Layers.learns`), shared by all caches of a wrap.
     sampling: SampledSizes | None = field(default=None, repr=False, compare=False)
     # Of one cache: its task, and the layers' shares of a budget, if learned before it began.
@@ -56,9 +59,20 @@ class CacheConfig:
 
     def describe(self) -> str:
         """Return the policy and budget in words."""
-        options = "" if self.kv_dtype is None else f", kv_dtype={self.kv_dtype!r}"
-        options += ", evict_chunks=True" if self.evict_chunks else ""
-        return f"policy={self.policy.name!r}, budget={self.budget}{options}"
+        size = f"budget={self.budget}"
+        size += "" if self.kv_dtype is None else f", kv_dtype={self.kv_dtype!r}"
+        if self.memory is not None:
+            size = f"memory={float(self.memory.memory):.3g}"
+        size += ", evict_chunks=True" if self.evict_chunks else ""
+        return f"policy={self.policy.name!r}, {size}"
+
+    @property
+    def size(self) -> str:
+        """The budget in words: "budget 0.2", "memory 6.25%", or "retention 0.97"."""
+        if self.memory is not None:
+            return f"memory {self.memory.memory}"
+        retention = self.policy.layers.retention
+        return f"budget {self.budget}" if self.budget else f"retention {retention}"
 
     @cached_property
     def waits_for_probe(self) -> bool:
@@ -80,8 +94,13 @@ class CacheConfig:
 
         More tokens are kept if the always-kept ones are more, or if `retention` needs more.
         """
-        share = round(self.budget * n_layers * length) if isinstance(self.budget, float) else 0
-        return max(share, n_layers * min(self.kept_whole, length))
+        return max(self._share(n_layers, length), n_layers * min(self.kept_whole, length))
+
+    def _share(self, n_layers: int, length: int) -> int:
+        """Return a budget that is a fraction over all layers, in tokens per head, else 0."""
+        if self.memory is not None:
+            return int(self.memory.budget(length) * n_layers * length)
+        return round(self.budget * n_layers * length) if isinstance(self.budget, float) else 0
 
     def evicting(self, prompt: TokenMasks) -> list[bool]:
         """Return for each row whether it may lose a token in this pass."""
@@ -146,8 +165,7 @@ class CacheConfig:
         least = n_layers * min(self.policy.least, length)
         if self.keeps_everything or isinstance(self.budget, int):
             return False
-        share = round((self.budget or 0.0) * n_layers * length)
-        return share < least and total in (None, least)
+        return self._share(n_layers, length) < least and total in (None, least)
 
     def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
         """Return a note on each row of which the budget keeps no more than the required tokens."""
@@ -167,9 +185,9 @@ class CacheConfig:
             fits = window == policy.window_size and budget_left >= 0
             if fits and (budget_left >= n_layers or floor in (0, length)):
                 continue
-            budget_text = f"budget {budget} gives"
+            budget_text = f"{self.size} gives"
             if self.raised(length, n_layers):
-                budget_text = f"budget {budget} with least={policy.least} gives"
+                budget_text = f"{self.size} with least={policy.least} gives"
             text = (
                 f"row {row}: {budget_text} {total / n_layers:.3g} of {length} tokens a "
                 f"layer, {'all' if fits else 'too few'} for {', '.join(required)}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmkv import options as cli_options
-from mmkv.terminal import check_place, console, install_hint, say, show_errors, write
+from mmkv.terminal import check_place, console, install_hint, of_bytes, say, show_errors, write
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -33,6 +33,7 @@ HELP = """\
 /image PATH               ask about another picture
 /policy NAME [OPTION=VALUE ...]   use another policy
 /budget 0.2               keep this fraction of the prompt
+/memory 6%                keep as many tokens, of the type, that this share of the bytes holds
 /kv-dtype int8            store the cache in 8 or 4 bits (int4); none: in the model's type
 /clear                    forget the conversation and free its caches
 /quit                     leave (or end the input)
@@ -59,6 +60,7 @@ def chat(
     plugin: cli_options.PluginOption = None,
     profile: cli_options.ProfileOption = None,
     kv_dtype: cli_options.KvDtypeOption = None,
+    memory: cli_options.MemoryOption = None,
     model: cli_options.ModelOption = "builtin",
     device: cli_options.DeviceOption = "auto",
     dtype: cli_options.DtypeOption = "auto",
@@ -85,6 +87,7 @@ def chat(
     """Answer a question with the full and a compressed cache. Show what was kept."""
     from mmkv.loading.untrusted import read_named_picture
 
+    size = cli_options.size_of(budget, memory, kv_dtype)
     paths, question = list(image or []), ""
     if words:
         paths, question = _pictures_and_question(words, paths)
@@ -107,7 +110,7 @@ def chat(
     chosen = get_policy(policy, **options)
     settings = Settings(
         policy=policy,
-        budget=talk.parse_budget(budget, chosen, profile),
+        budget=talk.default_budget(chosen, profile) if size is None else size,
         options=options,
         kv_dtype=kv_dtype,
         profile=profile,
@@ -204,12 +207,13 @@ def _ask_both(
     report, kept = turn.report, turn.kept
     assert report is not None
     assert kept is not None
-    size = "" if report.budget is None else f"-{report.budget}"
+    size = "" if report.budget is None else f"-{report.size.removeprefix('budget ').rstrip('%')}"
+    size = size.replace(" ", "-")
     written, stems = [out] * len(paths), [path.stem for path in paths]
     if _is_folder(out):
         names = [f"{x}-{i}" if stems.count(x) > 1 else x for i, x in enumerate(stems, start=1)]
         written = [out / f"{name}-{report.policy}{size}.png" for name in names]
-    title = f"{report.policy}{size.replace('-', ', budget ')}: image patches kept after the prompt"
+    title = f"{report.policy}, {report.size}: image patches kept after the prompt"
     try:
         if kept.problem is not None:
             raise ValueError(kept.problem)
@@ -230,8 +234,9 @@ def _ask_both(
         "prompt": {"tokens": kept.seen, "image_tokens": n_image},
     }
     for key, answer in (("full", turn.full), ("compressed", turn.compressed)):
-        name = "full cache" if key == "full" else f"{report.policy}, budget {report.budget}"
-        caption = f"{name}: {answer.nbytes / 1024:.1f} KiB after {answer.tokens} tokens"
+        name = "full cache" if key == "full" else f"{report.policy}, {report.size}"
+        held = of_bytes(answer.nbytes, answer.full_nbytes)
+        caption = f"{name}: {held} after {answer.tokens} tokens"
         if answer.tokens == settings.max_new_tokens:
             caption += ", the most that --max-new-tokens allows"
         lines += [("", None), (caption, "bold"), (f"  {answer.text}", None)]
@@ -326,6 +331,7 @@ class Lines:
         from mmkv import chat as talk
         from mmkv.demo.conversation import Conversation
         from mmkv.loading.untrusted import read_named_picture
+        from mmkv.memory import Memory
 
         match name, words:
             case "image", [_, *_]:
@@ -335,12 +341,14 @@ class Lines:
                 self._set(policy=policy, options=talk.parse_options(policy, options))
             case "budget", [text]:
                 self._set(budget=budgets.parse(text))
+            case "memory", [text]:
+                self._set(budget=Memory.of(text), kv_dtype=None)
             case "kv-dtype", [text]:
                 self._set(kv_dtype=None if text == "none" else text)
             case "clear", _:
                 self.conversation = Conversation(self.conversation.loaded)
                 write(self.screen, "conversation cleared", "dim")
-            case (("" | "help" | "image" | "policy" | "budget" | "kv-dtype" | "quit"), _):
+            case _ if name in ("", "help") or f"/{name}" in HELP.split():
                 write(self.screen, HELP, "dim")
             case _:
                 raise ValueError(f"unknown command {'/' + name!r}")
@@ -385,7 +393,7 @@ def _view(turn: Turn) -> Text:
         rate = "" if side.rate is None else f", {side.rate:.0f} tokens/s"
         text.append(f"{name}: ", "bold").append(f"{side.text.strip()}\n")
         text.append(
-            f"  cache [{bar:<20}] {side.nbytes / 1024:.1f} of {side.full_nbytes / 1024:.1f} KiB, "
+            f"  cache [{bar:<20}] {of_bytes(side.nbytes, side.full_nbytes)}, "
             f"{side.kept:.1%} of the prompt kept, {side.tokens} generated tokens{rate}\n",
             "dim",
         )

@@ -20,6 +20,7 @@ from mmkv.builtin import example_pictures
 from mmkv.demo import answer
 from mmkv.demo.conversation import Conversation, Models, Settings, Turn, read_upload, rouge_l
 from mmkv.loading import untrusted
+from mmkv.memory import Memory
 
 QUESTION, NEXT = "Describe the picture.", "How many objects are in the picture?"
 SHORT = Settings(policy="prefixkv", max_new_tokens=6)
@@ -146,6 +147,17 @@ def test_another_policy_reads_the_conversation_again(loaded, pictures):
         text, *_ = generated(loaded, prompt["input_ids"], prompt["pixel_values"])
     assert second.compressed.text == text
     assert last(talk.ask("And now?", xkv)).notes == ()
+
+
+def test_a_share_of_bytes_sets_tokens_and_their_type(loaded, pictures):
+    settings = dataclasses.replace(SHORT, policy="condense", budget=Memory(0.25))
+    settings = dataclasses.replace(settings, options={"least": 0})
+    turn = last(talking(loaded).ask(QUESTION, settings, pictures[0]))
+    assert turn.label == "condense 25% of bytes"
+    assert (turn.report.size, turn.report.kv_dtype) == ("memory 25%", "int8")
+    both = dataclasses.replace(settings, kv_dtype="int8")
+    with pytest.raises(ValueError, match="both decide how much is kept"):
+        last(talking(loaded).ask(QUESTION, both, pictures[0]))
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from helpers.evaluation import WORDS, divergence_of, predicted, save_model
 from helpers.marks import cases
 from helpers.memory import Outputs
 from mmkv.eval.speed import bench, models, plan, rival
+from mmkv.memory import Memory
 
 TOY = ("llama", (64, 96, 3, 4, 4, 256, 8192))
 
@@ -231,6 +232,11 @@ class TestRows:
         if type(error) is RuntimeError:
             with pytest.raises(RuntimeError, match="another failure"):
                 toy_bench(model, rounds=1).run()
+
+    def test_shares_of_bytes_in_place_of_budgets(self, model):
+        rows = {x.label: x for x in toy_bench(model, budgets=(Memory(0.25),), rounds=1).run().rows}
+        held, full = (rows[x].cache_bytes for x in ("snapkv 25% of bytes", "full"))
+        assert 0 < held < 0.5 * full
 
     @pytest.mark.parametrize(
         ("texts", "why"),

@@ -262,7 +262,30 @@ ASKED += ("--budgets", "0.2,0.6", "--max-new-tokens", "6", "--device", "cpu")
 
 
 @pytest.mark.usefixtures("folder")
+def test_shares_of_bytes_in_place_of_budgets(model, prompt):
+    """`kv_dtype` follows from each, and the smallest is a share too."""
+    how = {"within": 50.0, "max_new_tokens": NEW, "least": 0}
+    report = mmkv.check(model, [prompt], "snapkv", memory=["3x", "10%"], window=6, **how)
+    first, second = report.rows[:2]
+    assert [x.name for x in (first, second)] == ["snapkv 33.3% of bytes", "snapkv 10% of bytes"]
+    assert first.nbytes <= report.full_nbytes / 3
+    assert second.kept < first.kept
+    assert (report.smallest, "10% of bytes" in report.verdict) == (0.1, True)
+    with pytest.raises(ValueError, match="stands in place of budgets"):
+        mmkv.check(model, [prompt], "snapkv", (0.2,), memory=["3x"])
+
+
 class TestCommand:
+    def test_shares_of_bytes_are_read_back_as_such(self, folder):
+        words = [x for x in ASKED if x not in ("--budgets", ASKED[ASKED.index("--budgets") + 1])]
+        for _ in range(2):  # the second time all rows are there
+            done = call("check", *words, "--memory", "3x,50%", "--within", "50", "--out", "m")
+            assert done.exit_code == 0, done.output
+            assert "snapkv 33.3% of bytes" in done.stdout
+        report = json.loads((folder / "m" / "report.json").read_text())
+        assert report["memory"] is True
+        assert report["rows"][0]["nbytes"] <= report["full_nbytes"] / 3 * 1.05
+
     def test_json_has_what_python_reports_and_what_made_it(self, folder):
         done = call("check", *ASKED, "--json", "--within", "0.4", "--out", "a")
         assert done.exit_code == 0, done.output

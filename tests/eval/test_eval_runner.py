@@ -14,11 +14,12 @@ from PIL import Image
 
 from helpers.evaluation import make_samples, save_model
 from mmkv.cache.compressed import CompressedCache
-from mmkv.eval import measure, runner
+from mmkv.eval import draw, measure, runner
 from mmkv.eval.measure import perplexity
 from mmkv.eval.store import RunError, digest, key_of, read_rows, read_settings
 from mmkv.eval.tabulate import Report
 from mmkv.eval.variants import parse_options, parse_variants, plugin_arguments
+from mmkv.memory import Memory
 from mmkv.registry import load_plugin
 
 ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
@@ -76,6 +77,23 @@ def test_kept_pairs_in_few_bits(model, tokenizer, tmp_path):
     found = [report.figures(policies[0], budget) for budget in (0.5, 0.7)]
     assert found[0].equals(found[1])
     assert not any("Not finished" in note for note in report.notes())
+
+
+def test_shares_of_bytes_in_place_of_budgets(model, tokenizer, tmp_path):
+    """They set the type too; a run of them is told from one of tokens."""
+    asked = {"policies": ["full", "snapkv:window=2"], "metrics": ["ppl"]}
+    rows = run(model, tokenizer, tmp_path, budgets=[Memory(0.5), Memory(0.3)], **asked)
+    kept = {row["budget"]: row for row in rows if row["policy"] != "full"}
+    assert {*kept} == {0.5, 0.3}
+    # In float32 a pair of 32 numbers has 128 bytes; in 8 bits 40, so that all fit into half of it.
+    assert kept[0.5]["kept_fraction"] == 1
+    assert 0.6 < kept[0.3]["kept_fraction"] < 0.95
+    report = Report(tmp_path)
+    assert [*report.main_table().columns] == ["50% of bytes", "30% of bytes"]
+    assert report.figures("snapkv:window=2", report.budgets[1]).n == 5
+    assert draw.curves(report).axes[0].get_xlabel() == "% of the full cache's bytes"
+    with pytest.raises(RunError, match="memory=True, this one has memory=None"):
+        run(model, tokenizer, tmp_path, budgets=[0.5, 0.3], **asked)
 
 
 def test_prompts_evicted_chunk_by_chunk(model, tokenizer, tmp_path, monkeypatch):

@@ -11,9 +11,11 @@ from helpers import zoo
 from helpers.commands import run
 from helpers.marks import since
 from helpers.models import make_inputs, make_model
+from mmkv.cache.allotment import empty_slots
+from mmkv.cache.config import CacheConfig
 from mmkv.eval.speed.cards import CARDS
 from mmkv.eval.speed.models import SHAPES, make
-from mmkv.eval.speed.plan import Load, Sizes, empty_slots, held, plan
+from mmkv.eval.speed.plan import Load, Sizes, held, plan
 
 LOAD = Load(batch=4, prompt=3072, new=33)
 
@@ -59,7 +61,7 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     assert out.past_key_values.report().kept_fraction == pytest.approx(0.3, abs=0.01)
     kept = sum(int((block.positions >= 0).sum()) for block in blocks)
     wide = sum(len(x.positions) * int((x.positions >= 0).sum(-1).max()) for x in blocks)
-    empty = empty_slots(policy, 0.3, Load(batch, prompt, 0))
+    empty = empty_slots(CacheConfig(policy, 0.3), prompt)
     assert empty == pytest.approx((wide - kept) / (3 * 2 * batch))
     assert empty > 0
     profile = mmkv.Profile(retrieval=(tuple(i / 31 for i in range(32)), (0.5,) * 32))

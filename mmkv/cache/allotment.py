@@ -1,0 +1,79 @@
+"""The budget and the type of pairs that a share of the full cache's bytes allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.evict import SLACK, group_rows
+from mmkv.memory import USUAL, Memory, allot
+from mmkv.parts import SizeInputs
+from mmkv.sizes.layers import fit
+from mmkv.sizes.profiled import ProfiledHeads
+
+
+def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) -> CacheConfig:
+    """Return the plan with the budget and the type of pairs for which the memory is enough.
+
+    `itemsize` is the bytes of a number in the model's type. Raises ValueError, see `allot`.
+    """
+    policy, merge = plan.policy, plan.policy.merge
+    allotment = allot(
+        memory,
+        itemsize=itemsize,
+        head_dim=head_dim,
+        first=max(1, policy.sinks),
+        grouped=merge is not None and merge.weighted,
+        keeps_all=policy.keeps_all,
+    )
+    plan = replace(plan, kv_dtype=allotment.kv_dtype, memory=allotment)
+    return for_heads(replace(plan, budget=allotment.budget()))
+
+
+def for_heads(plan: CacheConfig) -> CacheConfig:
+    """Return the plan with a budget that leaves room for its heads' empty slots, if it is in bytes.
+
+    More tokens have more empty slots: the room is raised until the tokens beside it need no more.
+    """
+    if plan.memory is None or plan.memory.whole:
+        return plan
+    plan = replace(plan, memory=replace(plan.memory, empty=0.0))
+    while True:
+        assert plan.memory is not None
+        plan = replace(plan, budget=plan.memory.budget())
+        tokens = plan.memory.budget() * USUAL
+        empty = empty_slots(plan, USUAL)
+        share = SLACK if empty is None else empty / tokens
+        if share <= plan.memory.empty:
+            return plan
+        margin = 0.0 if empty is None else 0.002
+        plan = replace(plan, memory=replace(plan.memory, empty=share + margin))
+
+
+def empty_slots(plan: CacheConfig, length: int) -> float | None:
+    """Return the empty slots of a layer for each head of a prompt, a mean over layers.
+
+    Heads of different sizes share a block that is as long as its largest head (`group_rows`). None
+    where their sizes depend on scores, or on the copy probe.
+    """
+    policy, heads = plan.policy, plan.policy.heads
+    if plan.keeps_everything or plan.kept_whole >= length:
+        return 0.0
+    if not isinstance(heads, ProfiledHeads) or policy.layers.needs:
+        return None if plan.waits_for_probe or not heads.equal else 0.0
+    n_layers, floor = len(heads.layers), min(length, policy.window_size + policy.sinks)
+    total = max(plan.total_kept(n_layers, length), n_layers * floor)
+    rows = SizeInputs(totals=[total], lengths=[length], floors=[floor], n_layers=n_layers)
+    slots, n_kept, H = 0, 0, 1
+    sizes = fit(policy.layers(rows)[0], total, floor=floor, max_size=length)
+    for i, size in enumerate(sizes):
+        mean, most = size - floor, length - floor
+        targets = heads.target_sizes(i, mean, most)
+        H = len(targets)
+        least = min(heads.least, mean)
+        counts = floor + np.array(fit(targets, H * mean, floor=least, max_size=most))
+        slots += sum(len(x) * int(counts[x].max()) for x in group_rows(counts))
+        n_kept += int(counts.sum())
+    return (slots - n_kept) / (n_layers * H)

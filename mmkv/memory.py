@@ -1,0 +1,145 @@
+"""A budget in bytes: how many tokens of which type a share of the full cache's bytes holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+# From this share of the bytes in 16 bits on, pairs are held in 8 bits, below it in 4: there fewer
+# tokens in 8 bits are as near to the full cache as more of them in 4.
+EIGHT_BITS_FROM = 0.3
+# The prompt, in tokens, whose bytes decide whether all of its tokens fit.
+USUAL = 4000
+_BITS = {"int8": 8, "int4": 4}
+# Numbers of a pair that share a step and a lowest number, and the bytes of these two.
+_GROUP, _RANGE = 64, 4
+
+
+class Memory(float):
+    """A share, in (0, 1], of the bytes of the full cache in the model's own type."""
+
+    @classmethod
+    def of(cls, memory: Any) -> Memory:
+        """Return the share that a number or a text gives: 1/16, "6%", "16x", "1/16" or "0.06".
+
+        Raises:
+            ValueError: it is none, or out of range.
+        """
+        share = math.nan
+        try:
+            if isinstance(memory, str):
+                share = _parsed(memory.strip())
+            elif isinstance(memory, Real | Decimal) and not isinstance(memory, bool):
+                share = float(memory)
+        except (ValueError, ArithmeticError):  # no number, or a division by zero
+            pass
+        if not 0 < share <= 1:
+            raise ValueError(
+                f"memory={memory!r}: expected a share of the full cache's bytes above 0 and up to "
+                "1, such as 1/16, '6%' or '16x'"
+            )
+        return cls(share)
+
+    def __str__(self) -> str:
+        """Return the share in percent."""
+        return f"{100 * self:.3g}%"
+
+
+def _parsed(text: str) -> float:
+    """Return the number of a text such as "6%", "16x", "1/16" or "0.06"."""
+    if text.endswith("%"):
+        return float(text[:-1]) / 100
+    if text.lower().endswith("x"):
+        return 1 / float(text[:-1])
+    above, _, below = text.partition("/")
+    return float(above) / float(below or 1)
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """What a share of the full cache's bytes holds of each key-value head.
+
+    Attributes:
+        memory: the share.
+        kv_dtype: the type of kept pairs; None: the model's.
+        full: bytes of a pair in the model's type.
+        slot: bytes of a slot: a pair, and the weight of a group.
+        grouped: whether the group of every token seen is stored.
+        once: bytes of what each head has once: its mean key and exact first tokens.
+        whole: whether all tokens fit.
+        empty: empty slots for each kept pair.
+    """
+
+    memory: Memory
+    kv_dtype: str | None
+    full: int
+    slot: int
+    grouped: bool
+    once: int
+    whole: bool
+    empty: float = 0.0
+
+    def budget(self, length: int = USUAL) -> float:
+        """Return the share of a prompt's tokens that fit, in [0, 1]."""
+        if self.whole:
+            return 1.0
+        index = (2 if length < 2**15 else 4) if self.grouped else 0  # of a token's group
+        per_token = self.memory * self.full - index - self.once / length
+        return min(1.0, max(0.0, per_token / (self.slot * (1 + self.empty))))
+
+
+def allot(
+    memory: Memory,
+    *,
+    itemsize: int,
+    head_dim: int,
+    first: int = 1,
+    grouped: bool = False,
+    keeps_all: bool = False,
+) -> Allotment:
+    """Return how many tokens of which type a share of the full cache's bytes holds.
+
+    If it is all of them, the model's own type; from `EIGHT_BITS_FROM` of the bytes in 16 bits on, 8
+    bits; else 4 bits. If all tokens fit in that type, all are kept.
+
+    Args:
+        memory: the share.
+        itemsize: bytes of a number in the model's type.
+        head_dim: numbers of a key, and of a value.
+        first: how many first tokens of a prompt are held in the model's type beside 8 or 4 bits.
+        grouped: whether evicted tokens stand in weighted groups.
+        keeps_all: whether the policy evicts nothing, so that only the type can change.
+
+    Raises:
+        ValueError: the policy keeps all tokens, and these do not fit in 4 bits.
+    """
+    numbers = 2 * head_dim
+    full = itemsize * numbers
+    if memory == 1:
+        return Allotment(memory, None, full, full, False, 0, True)
+    # float32 or wider; a slot number of 8 bytes for each exact pair.
+    once = max(4, itemsize) * head_dim + first * (full + 8)
+    groups = numbers // (_GROUP if head_dim % _GROUP == 0 else head_dim)
+
+    def slot(kv_dtype: str) -> int:
+        return -(-numbers * _BITS[kv_dtype] // 8) + groups * _RANGE
+
+    def fits(kv_dtype: str) -> bool:
+        return slot(kv_dtype) * USUAL + once <= memory * full * USUAL
+
+    kv_dtype = "int8" if memory * itemsize / 2 >= EIGHT_BITS_FROM else "int4"
+    if keeps_all and not fits(kv_dtype):
+        kv_dtype = "int4"
+        if not fits(kv_dtype):
+            least = (slot(kv_dtype) + once / USUAL) / full
+            raise ValueError(
+                f"memory={float(memory):.3g} is too little for a policy that keeps all tokens, "
+                f"which need {least:.1%} in 4 bits: give more, or use another policy"
+            )
+    if fits(kv_dtype):
+        return Allotment(memory, kv_dtype, full, slot(kv_dtype), False, once, True)
+    weight = 4 if grouped else 0
+    return Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, grouped, once, False)

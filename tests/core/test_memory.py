@@ -1,0 +1,225 @@
+"""A budget in bytes: what it buys, and what is really held."""
+
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import mmkv
+from helpers import zoo
+from helpers.configs import CONFIGS
+from helpers.models import make_inputs, make_model
+from mmkv.memory import EIGHT_BITS_FROM, Memory, allot
+
+D, L, H = 64, 3, 2
+POLICIES = ("condense", "snapkv", "prefixkv", "adakv", "h2o", "streaming")
+
+
+def tiny(dtype=torch.float32):
+    """A model whose heads are as wide as a real one's, with room for 4,000 tokens."""
+    config = CONFIGS["LlamaForCausalLM"]()
+    config.head_dim, config.max_position_embeddings = D, 4096
+    return zoo.build("LlamaForCausalLM", config, "sdpa").to(dtype)
+
+
+def prefilled(model, lengths):
+    with torch.no_grad():
+        return model(**make_inputs("llama", lengths), use_cache=True).past_key_values
+
+
+def full_bytes(model, length):
+    """Of the model's own cache, by its shapes."""
+    return 2 * L * H * length * D * model.dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [
+        ("6%", 0.06),
+        (" 6.25 % ", 0.0625),
+        ("16x", 1 / 16),
+        ("1.5X", 1 / 1.5),
+        ("1/16", 1 / 16),
+        ("0.06", 0.06),
+        (1, 1.0),
+        (Fraction(1, 16), 1 / 16),
+        (Decimal("0.5"), 0.5),
+        (np.float32(0.25), 0.25),
+    ],
+)
+def test_a_share_is_a_number_or_a_text(given, share):
+    assert Memory.of(given) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        0,
+        2,
+        -0.5,
+        True,
+        None,
+        float("nan"),
+        "nan",
+        "0x",
+        "0.5x",
+        "infx",
+        "ab",
+        "",
+        "x",
+        "120%",
+        "1/0",
+    ],
+)
+def test_what_is_no_share_says_what_is(given):
+    with pytest.raises(
+        ValueError, match=r"memory=.*expected a share .* such as 1/16, '6%' or '16x'"
+    ):
+        Memory.of(given)
+
+
+def test_what_a_share_of_sixteen_bits_buys():
+    """A pair of 128 numbers has 256 bytes, 136 in 8 bits and 72 in 4: two groups of 64 with a step
+    and a lowest number. The first token's pair, its slot number and the mean come once."""
+
+    def bought(share, **options):
+        return allot(Memory(share), itemsize=2, head_dim=64, **options)
+
+    once = 4 * 64 + 256 + 8
+    assert (bought(1).kv_dtype, bought(1).budget()) == (None, 1.0)
+    for share in (0.99, 0.55, (136 + once / 4000) / 256):
+        assert (bought(share).kv_dtype, bought(share).budget()) == ("int8", 1.0)
+    for share in (0.53, 0.4, EIGHT_BITS_FROM):
+        found = bought(share)
+        assert found.kv_dtype == "int8"
+        assert found.budget(4000) == pytest.approx((share * 256 - once / 4000) / 136)
+    just_below = bought(EIGHT_BITS_FROM - 1e-9)
+    assert (just_below.kv_dtype, just_below.budget()) == ("int4", 1.0)
+    assert bought(0.25).budget(4000) == pytest.approx((0.25 * 256 - once / 4000) / 72)
+    # Groups: a weight of 4 bytes a slot, and an index of 2 or, for longer prompts, 4 a token seen.
+    grouped = bought(0.1, grouped=True)
+    assert grouped.budget(4000) == pytest.approx((25.6 - 2 - once / 4000) / 76)
+    assert grouped.budget(40_000) == pytest.approx((25.6 - 4 - once / 40_000) / 76)
+
+
+def test_a_share_is_of_the_models_own_type():
+    """float32 has twice the bytes, so half of the share buys the same."""
+    for share in (0.6, 0.4, 0.1):
+        wide = allot(Memory(share / 2), itemsize=4, head_dim=128)
+        narrow = allot(Memory(share), itemsize=2, head_dim=128)
+        assert wide.kv_dtype == narrow.kv_dtype
+        assert wide.budget() == pytest.approx(narrow.budget(), rel=5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_held_after_a_prompt_are_within_the_share(policy, dtype):
+    """And nearly all of it is used, where heads have no sizes that are known too late."""
+    model = tiny(dtype)
+    for memory in ("4x", "16x"):
+        with mmkv.wrapped(model, policy, memory=memory, least=0):
+            for length in (4000, 1500):
+                cache = prefilled(model, (length,))
+                used = cache.nbytes / (Memory.of(memory) * full_bytes(model, length))
+                assert used <= 1
+                assert used > (0.85 if policy == "adakv" else 0.97), (memory, length)
+
+
+@pytest.mark.parametrize("policy", ["condense", "snapkv"])
+def test_heads_of_different_sizes_leave_room_for_their_empty_slots(policy):
+    model, scores = tiny(torch.bfloat16), ((0.9, 0.1), (0.4, 0.3), (0.05, 0.0))
+    profile = mmkv.Profile(retrieval=scores)
+    options = {"heads": "retrieval"} if policy == "snapkv" else {}
+    for memory in ("3x", "8x", "32x"):
+        share = Memory.of(memory)
+        with mmkv.wrapped(model, policy, memory=memory, profile=profile, least=0, **options):
+            cache = prefilled(model, (4000,))
+        assert cache.report().layers[0].kept[0][0] > 1.1 * cache.report().layers[0].kept[0][1]
+        assert 0.95 < cache.nbytes / (share * full_bytes(model, 4000)) <= 1, memory
+
+
+def test_a_full_share_is_the_plain_cache_and_a_full_cache_changes_its_type_alone():
+    model = tiny(torch.bfloat16)
+    plain = prefilled(model, (300,))
+    for policy in ("condense", "full"):
+        with mmkv.wrapped(model, policy, memory=1):
+            cache = prefilled(model, (300,))
+        assert cache.report().kv_dtype is None
+        assert cache.nbytes == full_bytes(model, 300)
+        keys, values = cache.compressed[1].blocks[0].stored.read()
+        assert torch.equal(keys, plain.layers[1].keys.flatten(0, 1))
+        assert torch.equal(values, plain.layers[1].values.flatten(0, 1))
+    for memory, kv_dtype in (("60%", "int8"), ("50%", "int4"), ("30%", "int4")):
+        with mmkv.wrapped(model, "full", memory=memory):
+            report = prefilled(model, (300,)).report()
+        assert (report.kv_dtype, report.kept_fraction) == (kv_dtype, 1.0)
+    with pytest.raises(ValueError, match=r"memory=0.2 is too little .* need 28.2% in 4 bits"):
+        mmkv.wrap(model, "full", memory=0.2)
+    assert not mmkv.is_wrapped(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"budget": 0.2}, "budget=0.2"),
+        ({"kv_dtype": "int8"}, "kv_dtype='int8'"),
+        ({"budget": 40, "kv_dtype": "int8"}, "kv_dtype='int8'"),
+    ],
+)
+def test_what_it_decides_cannot_be_given_beside_it(text_model, options, named):
+    with pytest.raises(
+        ValueError, match=f"{named} is given beside it: take memory alone, or budget"
+    ):
+        mmkv.wrap(text_model, memory="6%", **options)
+
+
+def test_what_sizes_a_cache_by_itself_cannot_either(text_model):
+    with pytest.raises(ValueError, match=r"memory=0.06 and retention=0.9 both decide"):
+        mmkv.wrap(text_model, "xkv", memory="6%", retention=0.9)
+    profile = mmkv.Profile((0.3,) * L, budget=0.3)
+    with pytest.raises(ValueError, match=r"memory=0.06 and profile=.* both decide"):
+        mmkv.wrap(text_model, "prefixkv", memory="6%", profile=profile)
+    assert not mmkv.is_wrapped(text_model)
+
+
+def test_the_report_says_bytes_of_bytes_and_where_the_floor_decides():
+    model = tiny(torch.bfloat16)
+    with mmkv.wrapped(model, "condense", memory="16x"):
+        assert model._mmkv.plan.describe() == "policy='condense', memory=0.0625"
+        with pytest.raises(ValueError, match=r"memory=0.0625\)"):
+            mmkv.wrap(model, "condense", memory="16x")
+        short, long = (prefilled(model, (n,)).report() for n in (100, 4000))
+    held, full = long.nbytes / 2**20, full_bytes(model, 4000) / 2**20
+    title = f"condense, memory 6.25%: {held:.1f} of {full:.1f} MiB (6.2%), "
+    assert str(long).startswith(title)
+    assert "in int4" in str(long).splitlines()[0]
+    (note,) = [x for x in short.notes if "least" in x]
+    assert note == "row 0: least=64 keeps 64 of 100 tokens, more than memory 6.25%"
+    assert not [x for x in long.notes if "least" in x]
+
+
+def test_a_batch_keeps_what_its_rows_keep_alone():
+    model = tiny()
+    with mmkv.wrapped(model, "snapkv", memory="10%", window=8):
+        both = prefilled(model, (900, 300))
+        alone = [prefilled(model, (n,)).report() for n in (900, 300)]
+    counts = [x.kept for x in both.report().layers]
+    assert counts == [
+        [a.kept[0], b.kept[0]] for a, b in zip(alone[0].layers, alone[1].layers, strict=True)
+    ]
+
+
+def test_an_unready_model_leaves_room_for_any_heads():
+    """Sizes of heads are known only after the copy probe, which needs a model in eval mode."""
+    model = make_model("llama")
+    model.train()
+    with mmkv.wrapped(model, "condense", memory="8x"):
+        waiting = model._mmkv.plan
+        model.eval()
+        settled = model._mmkv.plan
+    assert waiting.waits_for_probe
+    assert not settled.waits_for_probe
+    assert waiting.memory.empty > settled.memory.empty
+    assert waiting.budget < settled.budget
