@@ -8,6 +8,7 @@ import torch
 
 import mmkv
 from helpers.marks import cases, since
+from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import (
     EVERY,
@@ -20,6 +21,8 @@ from helpers.oracle import (
     same_as_alone,
 )
 
+# The reference merges after turns alone, not after rounds of generated tokens.
+IN_ONE_PASS = [x for x in EVERY if "rounds" not in dict(x.options).values()]
 TURNS = [(3, 30, 12), (21, 4, 9)]  # new tokens of each row
 WITH_PICTURES = [
     Variant(policy, (("protect", "instruction"),), 0.8)
@@ -52,6 +55,18 @@ def agrees(model, variant, inputs=None, settings=None, **options):
 @cases("variant", EVERY, "snapkv", "elastic", "defensive", "adakv-reposition=True", ids=str)
 def test_a_ragged_turn_equals_singles(models, variant):
     agrees(models("llama"), variant)
+
+
+@cases("variant", IN_ONE_PASS, "snapkv", "elastic", "adakv-reposition=True", ids=str)
+def test_evicting_in_ragged_turns_equals_masking(models, variant):
+    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    options = options_of(variant)
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options):
+        talk = ragged_talk(model, inputs, TURNS)
+    policy, (first, *feeds) = mmkv.get_policy(variant.policy, **options), talk.feeds
+    how = {"merge": policy.merge, "reposition": policy.reposition, "postpone": policy.postpone}
+    expected = masked_logits(model, first, feeds, talk.held, **how)
+    torch.testing.assert_close(torch.stack(talk.logits), expected, atol=1e-4, rtol=0)
 
 
 @since("5.21")

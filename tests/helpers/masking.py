@@ -23,8 +23,15 @@ from helpers.few_bits import NEWEST, Row
 
 NEW = 6  # tokens generated at a time
 # By layer: the positions kept before a pass, pairs that were merged, and rows in few bits; for all:
-# frequencies to reposition by, and where to note attention weights.
-_NOTHING = {"kept": {}, "edited": {}, "rows": {}, "inv_freq": None, "record": None}
+# frequencies to reposition by, where to note attention weights, and the mask of all tokens.
+_NOTHING = {
+    "kept": {},
+    "edited": {},
+    "rows": {},
+    "inv_freq": None,
+    "record": None,
+    "mask": None,
+}
 _state: dict[str, Any] = dict(_NOTHING)
 
 
@@ -67,9 +74,11 @@ def _as_stored(layer: int, kept: Tensor, key: Tensor, value: Tensor, q: int):
             for p, (k, v) in row.pairs.items():
                 key[b, h, p], value[b, h, p] = k, v
     if inv_freq is not None:
-        new = torch.ones(*kept.shape[:2], q, dtype=torch.bool)
+        mask = _state["mask"]
+        mask = torch.ones(len(key), key.shape[2]) if mask is None else mask
+        new = mask[:, None, -q:].bool().expand(-1, kept.shape[1], -1)
         visible = torch.cat([seen_by(kept, key.shape[2] - q), new], dim=-1)
-        key = naive_reposition(key, visible, inv_freq)
+        key = naive_reposition(key, visible, inv_freq, _positions(mask))
     if (groups := getattr(kept, "groups", None)) is None:
         return key, value, None
     pairs = [naive_means(x, *groups[:2]) for x in plain]
@@ -186,7 +195,8 @@ def masked_logits(
         averages = merge is not None and merge.name != "groups"
         if averages and not postpone:
             everything = mask.bool()[:, None].expand(-1, kept[0][0].shape[1], -1)
-            _merge_all(cache, kept[0], [everything for _ in kept[0]], merge.name)
+            everywhere = [everything for _ in kept[0]]
+            _merge_all(cache, kept[0], everywhere, merge.name, _positions(mask))
         generated = 0
         if bits is not None and not postpone:
             _store_all(cache, kept[0], bits, n_first, mask.shape[1])
@@ -197,6 +207,7 @@ def masked_logits(
                 record.append([])
             new = feed.get("attention_mask", torch.ones_like(mask[:, :1]).expand(-1, q))
             mask = torch.cat([mask, new], dim=1)
+            _state["mask"] = mask
             out = model(
                 **{k: v for k, v in feed.items() if k != "attention_mask"},
                 attention_mask=mask,
@@ -209,7 +220,7 @@ def masked_logits(
                 pad = torch.nn.functional.pad
                 there = [pad(seen_by(k, seen), (0, q), value=True) for k in kept[t]]
                 there = [x & mask.bool()[:, None] for x in there]
-                _merge_all(cache, kept[t + 1], there, merge.name)
+                _merge_all(cache, kept[t + 1], there, merge.name, _positions(mask))
             generated = 0 if q > 1 else generated + 1
             if bits is not None and (q > 1 or t + 1 in rounds):
                 newest = min(generated, NEWEST)
@@ -221,14 +232,16 @@ def masked_logits(
     return torch.stack(logits)
 
 
-def _merge_all(cache: Any, kept: list[Tensor], candidates: list[Tensor], how: str) -> None:
+def _merge_all(
+    cache: Any, kept: list[Tensor], candidates: list[Tensor], how: str, places: Tensor
+) -> None:
     """Merge every layer's candidates into what it keeps, on top of earlier merges."""
     for i, layer in enumerate(cache.layers):
         keys, values = layer.keys.clone(), layer.values.clone()
         if (edited := _state["edited"].get(i)) is not None:
             n = edited[0].shape[2]
             keys[:, :, :n], values[:, :, :n] = edited
-        _state["edited"][i] = naive_merge(keys, values, kept[i], candidates[i], how)
+        _state["edited"][i] = naive_merge(keys, values, kept[i], candidates[i], how, places)
 
 
 def _places(kept: Tensor, b: int, h: int) -> list[int]:
@@ -252,14 +265,17 @@ def _store_all(cache: Any, kept: list[Tensor], bits: int, n_first: int, start: i
             row.evict({p: row.pairs.get(p, pair) for p, pair in pairs.items()}, start)
 
 
-def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor) -> Tensor:
-    """Turn each visible key to its place counted back from the newest, one pair at a time."""
+def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor, places: Tensor) -> Tensor:
+    """Turn each visible key to its place counted back from the newest, one pair at a time.
+
+    `places` [B, S] are the tokens' places, between which padding does not count.
+    """
     keys, half = keys.clone(), keys.shape[-1] // 2
     for b in range(keys.shape[0]):
         for h in range(keys.shape[1]):
             held = visible[b, h].nonzero()[:, 0].tolist()
             for steps_back, p in enumerate(reversed(held)):
-                turn = (held[-1] - p) - steps_back
+                turn = (places[b, held[-1]] - places[b, p]) - steps_back
                 x = torch.complex(keys[b, h, p, :half], keys[b, h, p, half:])
                 x = x * torch.polar(torch.ones_like(inv_freq), turn * inv_freq)
                 keys[b, h, p] = torch.cat([x.real, x.imag])
@@ -267,9 +283,12 @@ def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def naive_merge(
-    keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, how: str
+    keys: Tensor, values: Tensor, kept: Tensor, candidates: Tensor, how: str, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Average every evicted candidate into its anchor, one at a time; others stay as they are."""
+    """Average every evicted candidate into its anchor, one at a time; others stay as they are.
+
+    `places` [B, S] are the tokens' places, between which padding does not count.
+    """
     merged_keys, merged_values = keys.clone(), values.clone()
     for b in range(keys.shape[0]):
         for h in range(keys.shape[1]):
@@ -279,7 +298,8 @@ def naive_merge(
                 if not anchors or not candidates[b, h, j] or j in groups:
                     continue
                 if how == "position":
-                    best = min(anchors, key=lambda p: (abs(p - j), p))
+                    at = places[b].tolist()
+                    best = min(anchors, key=lambda p: (abs(at[p] - at[j]), p))
                 else:
                     similarity = torch.cosine_similarity(keys[b, h, anchors], keys[b, h, j], dim=-1)
                     best = anchors[int(similarity.argmax())]

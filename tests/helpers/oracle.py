@@ -159,11 +159,15 @@ def generate(model, inputs, new=NEW, **kwargs):
 
 @dataclass
 class Talk:
-    """A conversation: logits [B, V] of each pass, what was held after it, and tokens and mask."""
+    """A conversation: logits [B, V] of each pass, what was held after it, and tokens and mask.
+
+    `feeds` are the inputs of each pass, as `masked_logits` takes them.
+    """
 
     logits: list[torch.Tensor]
     held: list[list[torch.Tensor]]
     words: list[torch.Tensor]
+    feeds: list[dict[str, torch.Tensor]]
     mask: torch.Tensor
     cache: Any
 
@@ -175,15 +179,20 @@ def ragged_talk(model, inputs, turns, rows=None, new=4, pictures=(), **options) 
     first later turn the rows `pictures` show one more each.
     """
     rows = range(len(inputs["input_ids"])) if rows is None else rows
-    talk = Talk([], [], [], inputs["attention_mask"], None)
+    talk = Talk([], [], [], [], inputs["attention_mask"], None)
     for i in range(len(turns) + 1):
         if i:
             shown = pictures if i == 1 else ()
             more: Any = {"seed": 10 + i, "rows": rows, "pictures": shown}
             inputs = ragged_turn(inputs, talk.words[-1], turns[i - 1], **more)
+        seen = 0 if talk.cache is None else talk.cache.get_seq_length()
+        pixels = {k: v for k, v in inputs.items() if k == "pixel_values"}
+        names = "input_ids", "attention_mask"
+        talk.feeds.append({**{k: inputs[k][:, seen:] for k in names}, **pixels})
         logits, words, talk.cache, held = generate(
-            model, inputs, new=new, min_new_tokens=new, past_key_values=talk.cache, **options
+            model, inputs, new=new, past_key_values=talk.cache, **options
         )
+        talk.feeds += [{"input_ids": words[:, t : t + 1]} for t in range(new - 1)]
         talk.logits += list(logits)
         talk.held += held
         talk.words.append(words)
