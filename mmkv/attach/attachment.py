@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,10 @@ from mmkv.cache.config import CacheConfig
 from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks, unwrap_container
 
 _remembering = threading.Lock()
-# The position offset of text after pictures in the current call, int64 [B, 1]; None: not known.
-_rope_deltas: ContextVar[Tensor | None] = ContextVar("_rope_deltas", default=None)
+# The generation config of the latest call, a copy of its own, which takes the position offset of
+# text after pictures to the cache: a streamer may call `generate` before the cache is made.
+_latest_config: ContextVar[Any] = ContextVar("mmkv_generation_config", default=None)
+_OFFSETS = "_mmkv_rope_deltas"  # int64 [B, 1]; None: not known
 _rope_deltas_lock = threading.Lock()
 # Generation modes that transformers moved to code on the Hub, and the settings that choose them.
 _MOVED = {
@@ -53,9 +56,16 @@ class Attachment:
 
     @property
     def plan(self) -> CacheConfig:
-        """Policy, budget and profile, with the copy probe's head sizes as soon as it can run."""
+        """Policy, budget and profile, with the copy probe's head sizes as soon as it can run.
+
+        A model that was cast to another type has other rotary frequencies.
+        """
         if self._plan.waits_for_probe:
             self._plan = copy_probe.settled(self, self._plan)
+        if (old := self._plan.inv_freq) is not None:
+            frequencies = self.parts.rotary_frequencies()
+            if frequencies is not old:
+                self._plan = replace(self._plan, inv_freq=frequencies)
         return self._plan
 
     def remember_inputs(self) -> None:
@@ -210,7 +220,7 @@ def prepare_cache(
     if generation_config.num_beams > 1:  # beam search does not call it, so the log would lack it
         graph.pays(attachment.model, model_kwargs, generation_config)
     cache.max_length = generation_config.max_length or 0
-    cache.rope_deltas = _rope_deltas.get()
+    cache.rope_deltas = getattr(generation_config, _OFFSETS, None)
     if cache.rope_deltas is not None:  # one for each row, before rows are repeated for beams
         rows = model_kwargs["position_ids"].shape[-2]
         cache.rope_deltas = cache.rope_deltas.repeat_interleave(rows // len(cache.rope_deltas), 0)
@@ -239,7 +249,7 @@ def prepare_config(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
                 "code on the Hub: drop it (greedy, sampling and beams work), or "
                 "mmkv.unwrap(model) first"
             )
-    _rope_deltas.set(None)
+    _latest_config.set(prepared[0])
     return prepared
 
 
@@ -266,8 +276,9 @@ def prepare_positions(
         for owner in owners:
             owner.rope_deltas = None if cache is None else cache.rope_deltas
         positions: Tensor = prepare(model, inputs, model_kwargs)
-        for owner in owners:
-            _rope_deltas.set(owner.rope_deltas)
+        if (config := _latest_config.get()) is not None:
+            for owner in owners:
+                setattr(config, _OFFSETS, owner.rope_deltas)
     if cache is not None and 0 < cache.get_seq_length() >= positions.shape[-1]:
         raise ValueError(
             f"the cache has seen {cache.get_seq_length()} tokens, and there are "

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers.generation.streamers import BaseStreamer
 
 import mmkv
 from helpers import masking, zoo
@@ -179,6 +180,27 @@ def test_conversations_of_one_model_may_alternate():
     with mmkv.wrapped(model, "condense", 1.0):
         torch.testing.assert_close(talk(between=False), alone, atol=1e-4, rtol=0)
         torch.testing.assert_close(talk(between=True), alone, atol=1e-4, rtol=0)
+
+
+def test_a_streamer_may_start_another_conversation_of_the_model():
+    """It gets the prompt before the cache is made, and each token between two passes."""
+    model = zoo.model_of("Qwen2_5_VLForConditionalGeneration")
+    first, other = (zoo.prompt(model, (60 + 28 * i,), seed=i, pictures=1 + i) for i in range(2))
+
+    class Asks(BaseStreamer):
+        def put(self, value):
+            model.generate(**other, max_new_tokens=2)
+
+        def end(self):
+            pass
+
+    def talk(**streamer):
+        _, words, cache, _ = generate(model, first, new=3, **streamer)
+        turn = zoo.next_turn(model, first, words, picture=False)
+        return generate(model, turn, new=SECOND, past_key_values=cache, **streamer)[0]
+
+    with mmkv.wrapped(model, "condense", 0.5, least=0):
+        torch.testing.assert_close(talk(streamer=Asks()), talk(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

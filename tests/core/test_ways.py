@@ -12,7 +12,7 @@ import mmkv
 from helpers.marks import cases, older_than
 from helpers.masking import fed, generate, recorded, seeing
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
-from helpers.oracle import short
+from helpers.oracle import READING, options_of, short
 from mmkv.calls import cache_in
 
 ROWS = (90, 66, 41)
@@ -276,6 +276,20 @@ def test_embeddings_are_read_as_their_tokens(models, policy):
         (new, others), _ = said(model, given)
     assert torch.equal(new, ids[:, 40:])
     torch.testing.assert_close(others, logits)
+
+
+@cases("variant", READING, "streaming-reposition=True", "expected", ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_may_be_cast_after_it_was_wrapped(variant, dtype):
+    """Its weights change, and so do its rotary frequencies."""
+    found = []
+    for first in ("wrap", "cast"):
+        model = make_model("llama") if first == "wrap" else make_model("llama").to(dtype)
+        options = options_of(variant)
+        with mmkv.wrapped(model, variant.policy, variant.budget, **options):
+            logits = generate(model.to(dtype), make_inputs("llama", (300, 90)), new=4)[0]
+        found.append(logits)
+    assert torch.equal(*found)
 
 
 def test_arguments_may_be_given_by_position(models):
