@@ -134,7 +134,8 @@ class PromptKV:
         readers: queries that the weights of groups are fitted to; None: a weight is a count.
         evicted: whether an earlier eviction may have dropped tokens.
         means: [B, H, 1, D], the means that pairs in few bits are held less, which a row keeps so
-            that it has the same codes when it is stored again; None: pairs were whole.
+            that it has the same codes when it is stored again; NaN for a row without earlier pairs;
+            None: pairs were whole.
     """
 
     keys: Tensor

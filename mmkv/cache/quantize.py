@@ -134,15 +134,16 @@ class QuantizedKV:
     ) -> QuantizedKV:
         """Quantise the pairs [R, S, D] and [R, S, Dv] in slots that are `filled`, bool [R, S].
 
-        Those at `exact_slots` are held exactly. `mean` is that of earlier pairs of these rows, or
-        None for that of these keys, the exact ones left out. Other arguments are attributes.
+        Those at `exact_slots` are held exactly. `mean` is that of earlier pairs of these rows; for
+        None, and NaN in a row, it is that of these keys, the exact ones left out. Other arguments
+        are attributes.
         """
         matrix = rotation(keys.shape[-1], keys.dtype, keys.device)
         keys = keys.to(matrix.dtype) @ matrix
         coded = filled.scatter(1, exact_slots, False)
-        if mean is None:
-            counted = coded.to(keys.dtype)[:, None]
-            mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
+        counted = coded.to(keys.dtype)[:, None]
+        own_mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
+        mean = own_mean if mean is None else torch.where(mean.isnan(), own_mean, mean)
         pairs = torch.cat([keys.sub_(mean), values.to(keys.dtype)], dim=-1)
         codes, ranges = _quantised(pairs, how["bits"], group(keys.shape[-1], values.shape[-1]))
         ranges = ranges.permute(0, 2, 3, 1).contiguous()

@@ -56,7 +56,7 @@ class Row:
         self.first, self.freed, self.start = set(kept[: self.n_first]), None, start
         self.pairs = dict(pairs)
         coded = [p for p in kept if p not in self.first and p < start]
-        if self.mean is None:  # later keys are held less the same mean
+        if self.mean is None and pairs:  # later keys are held less the same mean
             keys = [pairs[p][0] for p in coded]
             self.mean = sum(keys) / max(1, len(keys)) if keys else torch.tensor(0.0)
         for p in coded:
