@@ -122,13 +122,10 @@ class Context:
         out.sequences = out.sequences[:, start:]
         return out
 
-    def behind(self, inputs: Mapping[str, Any], *, copied: bool = True) -> dict[str, Any]:
-        """Return the arguments of `generate` for a question, of which the cache evicts nothing.
-
-        If the cache is not `copied`, the context cannot be used again.
-        """
+    def behind(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `generate` for a question, of which the cache evicts nothing."""
         self._check_weights()
-        cache = copy.deepcopy(self.cache) if copied else self.cache
+        cache = copy.deepcopy(self.cache)
         cache.context_length = cache.get_seq_length()
         return {**self._behind(inputs, cache), CACHE: cache}
 
@@ -244,12 +241,15 @@ def read(
             a processor.
     """
     inner, attachment = unwrap_container(model), attachment_of(model)
-    cache = CompressedCache(attachment.parts.config, attachment.plan)
+    if postpone := attachment.plan.policy.postpone:
+        raise ValueError(
+            f"postpone={postpone} waits for generated tokens, and a context is read without any: "
+            "wrap the model with postpone=0"
+        )
     encoded, opened = context_texts.encode(inputs, processor, None, ends=False)
-    context = read_into(cache, inner, encoded, prefill_chunk_size)
-    context.processor, context.opened = processor, opened
-    context.weights = weights_of(inner)
-    return context
+    tensors = _tensors(encoded, inner)
+    cache = _read(inner, tensors, prefill_chunk_size)
+    return Context(inner, cache, _turn_inputs(tensors), processor, opened, weights_of(inner))
 
 
 def weights_of(model: Any) -> str | None:
@@ -258,19 +258,6 @@ def weights_of(model: Any) -> str | None:
     with suppress(NotImplementedError):
         return digest.of_model(model, config)
     return None
-
-
-def read_into(
-    cache: CompressedCache, model: Any, inputs: Mapping[str, Any], chunk: int | None
-) -> Context:
-    """Read a prompt into an empty cache, whose plan may differ from the model's; see `read`."""
-    if postpone := cache.plan.policy.postpone:
-        raise ValueError(
-            f"postpone={postpone} waits for generated tokens, and a context is read without any: "
-            "wrap the model with postpone=0"
-        )
-    tensors = _tensors(inputs, model)
-    return Context(model, _read(model, {**tensors, CACHE: cache}, chunk), _turn_inputs(tensors))
 
 
 def load_context(

@@ -136,6 +136,9 @@ def before_decoder(
         # `generate` only appends ones to its mask, and reading it would wait for the GPU.
         needs_mask = q > 1 or tokens.device.type == "cpu" or not running.generating
         cache.step(running, _mask(mask, tokens, seen) if needs_mask else None, q)
+        fed = not (running.generating or cache.on_clock)  # by a caller's own loop
+        if fed and cache.short_positions is not None and running.ids is not None:
+            cache.remember(running.ids, seen + q)  # they may have to be read again
     return (), kwargs
 
 

@@ -60,7 +60,7 @@ def _read_again(attachment: Attachment, cache: CompressedCache, limit: int, q: i
         raise ValueError(
             f"{q} tokens behind {seen} pass position {limit}, beyond which this model (longrope) "
             "reads all tokens with other rotary frequencies, and the cache cannot read these again "
-            "(pictures, or tokens that the model was not given by generate): start a new cache and "
+            "(pictures, or tokens that the model was not given as input_ids): start a new cache and "
             "give all tokens to model.generate"
         )
     phase, learned = cache.phase, cache.sizes_learned
