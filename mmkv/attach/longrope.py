@@ -60,8 +60,8 @@ def _read_again(attachment: Attachment, cache: CompressedCache, limit: int, q: i
         raise ValueError(
             f"{q} tokens behind {seen} pass position {limit}, beyond which this model (longrope) "
             "reads all tokens with other rotary frequencies, and the cache cannot read these again "
-            "(pictures, or tokens that the model was not given as input_ids): start a new cache and "
-            "give all tokens to model.generate"
+            "(pictures, or tokens not given as input_ids): start a new cache, and give all tokens "
+            "to model.generate"
         )
     phase, learned = cache.phase, cache.sizes_learned
     context, decoder = cache.context_length, attachment.parts.decoder

@@ -25,7 +25,6 @@ from mmkv.cache.forward_pass import (
     Decoding,
     ForwardPass,
     Reading,
-    between,
     current,
     outside_inference_mode,
     refuse_gradient,
@@ -324,7 +323,6 @@ class CompressedCache(CacheState):
             with outside_inference_mode(), torch.no_grad():
                 split = head_sizes(waiting, self.plan.policy, prompt, sizes)
                 for i, size, heads in zip(self.ordinal, sizes, split, strict=True):
-                    between.get()()
                     self._evict(i, size, heads)
         if isinstance(phase, Decoding):
             phase.reading, phase.postponed = None, False

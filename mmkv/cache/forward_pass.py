@@ -8,7 +8,6 @@ call to call: it reads a prompt, or it decodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -246,8 +245,6 @@ class GraphInputs(NamedTuple):
 
 
 current: ContextVar[ForwardPass | None] = ContextVar("mmkv_forward_pass", default=None)
-# Called in this thread between two layers that are evicted at a prompt's end.
-between: ContextVar[Callable[[], None]] = ContextVar("mmkv_between", default=lambda: None)
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:

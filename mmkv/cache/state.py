@@ -43,8 +43,6 @@ class CacheState(Cache):
         # read with the later ones, see `mmkv.attach.longrope`.
         self.short_positions = adapters.short_positions(config)
         self.long = False
-        # Whether this cache has a plan of its own (`mmkv.serving`), not that of the model's wrap.
-        self.own_plan = False
         # Whether this cache's layer sizes were added to the sample, see `mmkv.cache.sampling`.
         self.sizes_learned = False
         # The masks of all tokens up to the end of the last prompt.
@@ -252,7 +250,7 @@ class CacheState(Cache):
                 f"this CompressedCache was made by another model ({self.shape}, here "
                 f"{_shape(config)}): start a new one"
             )
-        if self.plan != plan and not self.own_plan:
+        if self.plan != plan:
             raise ValueError(
                 f"this CompressedCache was made under {self.plan.describe()}, and the model is "
                 f"wrapped with {plan.describe()} now: continue it under the wrap that made it, or "
