@@ -67,8 +67,9 @@ class Settings:
         policy = get_policy(self.policy, **self.options)
         if isinstance(self.budget, Memory):
             return policy, self.budget
-        unsized = policy.keeps_all or policy.layers.retention is not None or self.budget is None
-        return policy, None if unsized else number(self.budget)
+        if self.budget is None or not policy.takes_budget:
+            return policy, None
+        return policy, number(self.budget)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mmkv import adapters, budgets
+from mmkv import adapters, budgets, memory
 from mmkv.loading import models
 from mmkv.loading.names import DTYPES
 from mmkv.names import split_pair
@@ -72,10 +72,14 @@ def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def default_budget(policy: Policy, profile: Path | None) -> float | None:
-    """Return the budget where none is given, or None where policy or profile gives the size."""
-    sized = profile is not None and Profile.load(profile).fractions
-    return None if sized or policy.layers.retention is not None else budgets.DEFAULT
+def default_budget(policy: Policy, profile: Path | None, kv_dtype: str | None) -> float | None:
+    """Return the budget where none is given, or None where policy or profile gives the size.
+
+    It is a share of bytes, or beside a type of kept pairs a share of tokens.
+    """
+    if not policy.takes_budget or (profile is not None and Profile.load(profile).fractions):
+        return None
+    return budgets.DEFAULT if profile is not None or kv_dtype is not None else memory.DEFAULT
 
 
 def parse_value(name: str, text: str, hint: Any) -> Any:

@@ -119,6 +119,11 @@ class Policy:
             )
 
     @property
+    def takes_budget(self) -> bool:
+        """Whether a budget sizes it: not if it keeps everything, or keeps a share of attention."""
+        return not self.keeps_all and self.layers.retention is None
+
+    @property
     def parts(self) -> dict[str, Part]:
         """The parts by kind, without those that are None."""
         parts = {kind: getattr(self, kind) for kind in KINDS}

@@ -25,7 +25,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.sampling import SampledSizes
 from mmkv.calls import unwrap_container
-from mmkv.memory import Memory
+from mmkv.memory import DEFAULT, Memory
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.sizes.layers import UniformLayers
@@ -75,7 +75,8 @@ def wrap(
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
         memory: in place of both: the share, in (0, 1], of the bytes that the full cache of a prompt
             has in the model's type, such as 1/16, "6%" or "16x". It sets tokens and type together,
-            see `mmkv.memory`. Layers with a sliding window or linear attention do not count.
+            see `mmkv.memory`. Layers with a sliding window or linear attention do not count. If no
+            budget, type or profile is given either, it is 1/8.
         evict_chunks: evict after every chunk of a prompt that is read in chunks
             (`generate(..., prefill_chunk_size=1024)`), so that memory is the budget and one chunk
             at any length, and later chunks attend to what is left. Otherwise a prompt is evicted
@@ -110,6 +111,8 @@ def wrap(
                 "given beside it: take memory alone, or budget and kv_dtype"
             )
         budget = Memory.of(memory)
+    elif budget is None and kv_dtype is None and profile is None and chosen.takes_budget:
+        budget = DEFAULT
     parts = adapters.find(outer)
     if attention.is_view(parts.config):
         raise ValueError(

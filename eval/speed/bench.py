@@ -90,7 +90,7 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
         if variant.hidden or variant.evict_chunks:
             raise ValueError(f"policy {text!r}: the bench knows neither questions nor chunks")
         policy, options = variant.policy, variant.recorded
-        if policy.keeps_all or policy.layers.retention is not None:
+        if not policy.takes_budget:
             rows.append(Row(text, policy.name, options=options))
             continue
         for budget in setting.budgets:

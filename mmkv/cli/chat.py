@@ -110,7 +110,7 @@ def chat(
     chosen = get_policy(policy, **options)
     settings = Settings(
         policy=policy,
-        budget=talk.default_budget(chosen, profile) if size is None else size,
+        budget=talk.default_budget(chosen, profile, kv_dtype) if size is None else size,
         options=options,
         kv_dtype=kv_dtype,
         profile=profile,

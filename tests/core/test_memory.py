@@ -223,3 +223,14 @@ def test_an_unready_model_leaves_room_for_any_heads():
     assert not settled.waits_for_probe
     assert waiting.memory.empty > settled.memory.empty
     assert waiting.budget < settled.budget
+
+
+def test_default_is_an_eighth_of_the_bytes_where_nothing_else_sizes_the_cache():
+    model = tiny()
+    with mmkv.wrapped(model):
+        named = prefilled(model, (2000,)).report()
+    with mmkv.wrapped(model, memory=1 / 8):
+        assert prefilled(model, (2000,)).report().to_dict() == named.to_dict()
+    assert named.nbytes <= full_bytes(model, 2000) / 8
+    with mmkv.wrapped(model, "full"):
+        assert prefilled(model, (40,)).report().nbytes >= full_bytes(model, 40)

@@ -137,7 +137,7 @@ def test_what_is_allowed_beside_them():
     ("policy", "budget", "options", "message"),
     [
         ("xkv", 0.2, {"retention": 0.5}, r"budget=0.2 and retention=0.5"),
-        ("snapkv", None, {}, r"needs a budget"),
+        ("snapkv", None, {"kv_dtype": "int8"}, r"needs a budget"),
         ("snapkv", 0.0, {}, r"budget=0.0.*\(0, 1\]"),
         ("h2o", 0.2, {"protect": "instruction"}, r"no image tokens"),
         ("snapkv", 29, {"window": 30}, r"budget=29 is below the 30 .*window=30, sinks=0"),
