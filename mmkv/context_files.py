@@ -286,7 +286,7 @@ def _layer(
         bits = BITS[plan.kv_dtype]
         means = tuple(torch.promote_types(x, torch.float32) for x in dtypes)
         specs |= {
-            "codes": _Spec((n, -(-2 * D * bits // 8)), (torch.uint8,)),
+            "codes": _Spec((n, bits // 4, D), (torch.uint8,)),
             "ranges": _Spec((n, 2, 2 * D // group(D, D)), (torch.float16,)),
             "exact": _Spec((x, 2 * D), dtypes),
             "mean": _Spec((B * H, D), means),

@@ -28,7 +28,7 @@ def packed(kept: KeptKV) -> dict[str, Tensor]:
     Returns:
         counts, sizes: int32 [B, H], slots of each row, and [B], see `KeptKV.sizes`.
         positions: int16 [n], or int32 if one needs it.
-        keys, values: [n, D]. In 8 or 4 bits instead codes [n, ...] and ranges [n, 2, G], exact
+        keys, values: [n, D]. In 8 or 4 bits instead codes [n, P, N] and ranges [n, 2, G], exact
             [x, W] of the x pairs that are held exactly, and mean [B * H, D].
         scores, bias: float32 [n], accumulated attention and logarithms of weights, if there are.
         retained, error, group_index: as in `KeptKV`, if they are there.
@@ -40,7 +40,8 @@ def packed(kept: KeptKV) -> dict[str, Tensor]:
         if isinstance(stored, PlainKV):
             slots |= {"keys": stored.keys, "values": stored.values}
         else:
-            slots |= {"codes": stored.codes, "ranges": stored.ranges.permute(0, 3, 1, 2)}
+            slots["codes"] = stored.codes.transpose(1, 2)
+            slots["ranges"] = stored.ranges.permute(0, 3, 1, 2)
             is_exact = filled.gather(1, stored.exact_slots)
             _add(pieces, "exact", stored.exact, is_exact)
             pieces.setdefault("mean", []).extend(stored.mean)
@@ -112,7 +113,8 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
             exact_slots = first_slots(positions, width, n_first)
             exact_pairs = exact.put(tensors["exact"], rows, exact_slots.shape[1])
             stored = QuantizedKV(
-                *(x["codes"], ranges, exact_pairs, exact_slots, tensors["mean"][index][:, None]),
+                x["codes"].transpose(1, 2).contiguous(),
+                *(ranges, exact_pairs, exact_slots, tensors["mean"][index][:, None]),
                 bits=BITS[plan.kv_dtype],
                 start=prompt.valid.shape[1],
                 opened=False,

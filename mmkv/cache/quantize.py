@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ class Coded(NamedTuple):
     def products(self, query: Tensor) -> Tensor:
         """Return the inner products of queries [R, Q, D] with every slot: [R, Q, S]."""
         total: Tensor | None = None
-        for q, codes, step, lowest in zip(*self._groups(query), strict=True):
+        for q, codes, step, lowest in self._groups(query):
             shift = q.sum(-1, keepdim=True) * lowest
             product = torch.addcmul(shift, q @ codes.mT, step)
             total = product if total is None else total.add_(product)
@@ -62,7 +62,7 @@ class Coded(NamedTuple):
         """Return the sums of all slots by weights [R, Q, S]: [R, Q, D]."""
         sums = [
             torch.baddbmm(weights @ lowest.mT, weights * step, codes)
-            for _, codes, step, lowest in zip(*self._groups(self.codes), strict=True)
+            for _, codes, step, lowest in self._groups(self.codes)
         ]
         return sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
 
@@ -73,11 +73,12 @@ class Coded(NamedTuple):
         numbers = torch.addcmul(lowest, groups, step).flatten(-2)
         return numbers if self.mean is None else numbers.add_(self.mean)
 
-    def _groups(self, x: Tensor) -> tuple[tuple[Tensor, ...], ...]:
-        """Return parts of x [..., D], codes, steps and lowest numbers of each group."""
-        G = self.step.shape[1]
+    def _groups(self, x: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Return a part of x [..., D], codes, steps and lowest numbers of each group."""
+        if (G := self.step.shape[1]) == 1:
+            return [(x, self.codes, self.step, self.lowest)]
         parts = x.chunk(G, -1), self.codes.chunk(G, -1), self.step.split(1, 1)
-        return *parts, self.lowest.split(1, 1)
+        return zip(*parts, self.lowest.split(1, 1), strict=True)
 
 
 class QuantizedKV:
@@ -87,8 +88,9 @@ class QuantizedKV:
     to be saved are the five tensors, `start` and `opened`; all else follows from the wrap.
 
     Attributes:
-        codes: uint8 [R, S, W] in 8 bits; [R, S, ceil(W / 2)] in 4 bits, where byte j has number 2 j
-            in its low bits and number 2 j + 1 in its high ones.
+        codes: uint8 [R, P, S, N], N the larger of D and Dv. In 8 bits P is 2, keys and values; in 4
+            bits P is 1, and a byte has a number of the key in its low bits, and in its high ones
+            that of the value.
         ranges: float16 [R, 2, G, S], the step and the lowest number of each group of a pair; 1 and
             0 for a slot that is empty or held exactly.
         exact: [R, X, W] in the model's type, pairs that are held exactly: `WINDOW` places for
@@ -145,7 +147,7 @@ class QuantizedKV:
         own_mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
         mean = own_mean if mean is None else torch.where(mean.isnan(), own_mean, mean)
         pairs = torch.cat([keys.sub_(mean), values.to(keys.dtype)], dim=-1)
-        codes, ranges = _quantised(pairs, how["bits"], group(keys.shape[-1], values.shape[-1]))
+        codes, ranges = _quantised(pairs, keys.shape[-1], how["bits"])
         ranges = ranges.permute(0, 2, 3, 1).contiguous()
         ranges[:, 0].masked_fill_(~coded[:, None], 1.0)
         ranges[:, 1].masked_fill_(~coded[:, None], 0.0)
@@ -160,7 +162,7 @@ class QuantizedKV:
     @property
     def slots(self) -> int:
         """S."""
-        return self.codes.shape[1]
+        return self.codes.shape[2]
 
     @property
     def rotation(self) -> Tensor:
@@ -184,7 +186,7 @@ class QuantizedKV:
     def nbytes_of(self, slots: int) -> int:
         """Return the bytes of a row with so many slots and a window."""
         n_exact = self.exact.shape[1] + (0 if self.opened else WINDOW)
-        per_slot = _row_bytes(self.codes[:, :1]) + _row_bytes(self.ranges[..., :1])
+        per_slot = _row_bytes(self.codes[:, :, :1]) + _row_bytes(self.ranges[..., :1])
         per_exact = _row_bytes(self.exact[:, :1]) + _row_bytes(self.exact_slots[:, :1])
         return slots * per_slot + n_exact * per_exact + _row_bytes(self.mean)
 
@@ -211,20 +213,28 @@ class QuantizedKV:
         With `whole` the mean is added to the keys.
         """
         R, D = len(self.codes), self.mean.shape[-1]
-        W, n_key = self.exact.shape[-1], D // group(D, self.exact.shape[-1] - D)
+        Dv, exact = self.exact.shape[-1] - D, self.exact.to(self.mean.dtype)
+        groups = [n // group(D, Dv) for n in (D, Dv)] * 2
         most = _CPU_PIECE if self.codes.device.type == "cpu" else _DEVICE_PIECE
-        n = max(1, most // max(1, width * W))
+        n = max(1, most // max(1, width * (D + Dv)))
         for rows in (slice(a, min(a + n, R)) for a in range(0, R, n)):
-            numbers = _unpacked(self.codes[rows, :width], self.bits, W, self.mean.dtype)
-            where = self.rows[: len(numbers)], self.exact_slots[rows]
-            numbers[where] = self.exact[rows].to(numbers.dtype)
-            step, lowest = self.ranges[rows, ..., :width].to(numbers.dtype).unbind(1)
+            ranges = self.ranges[rows, :, :, :width].to(self.mean.dtype).flatten(1, 2)
+            key_step, step, key_lowest, lowest = ranges.split(groups, 1)
+            keys, values = self._codes(rows, width)
+            where = self.rows[: len(keys)], self.exact_slots[rows]
+            keys[where], values[where] = exact[rows, :, :D], exact[rows, :, D:]
             mean = self.mean[rows] if whole else None
-            yield (
-                rows,
-                Coded(numbers[..., :D], step[:, :n_key], lowest[:, :n_key], mean),
-                Coded(numbers[..., D:], step[:, n_key:], lowest[:, n_key:]),
-            )
+            yield rows, Coded(keys, key_step, key_lowest, mean), Coded(values, step, lowest)
+
+    def _codes(self, rows: slice, width: int) -> tuple[Tensor, Tensor]:
+        """Return the codes of the first slots of some rows as numbers, of keys and of values."""
+        codes, D, W = self.codes[rows, :, :width], self.mean.shape[-1], self.exact.shape[-1]
+        keys, values = codes[:, 0], codes[:, -1]
+        if self.bits == 4:
+            keys, values = keys & 15, values >> 4
+        if 2 * D != W:
+            keys, values = keys[..., :D], values[..., : W - D]
+        return keys.to(self.mean.dtype), values.to(self.mean.dtype)
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return the lengths of the parts in which to write q tokens from `position` on."""
@@ -296,10 +306,9 @@ class QuantizedKV:
         if n_written < WINDOW or n_written % BULK:
             return
         at = slice(n_written % WINDOW, n_written % WINDOW + BULK)
-        slots, D = self.exact_slots[:, at].clone(), self.mean.shape[-1]
-        pairs = self.exact[:, at].to(self.mean.dtype)
-        codes, ranges = _quantised(pairs, self.bits, group(D, pairs.shape[-1] - D))
-        self.codes[self.rows, slots] = codes
+        slots, pairs = self.exact_slots[:, at].clone(), self.exact[:, at].to(self.mean.dtype)
+        codes, ranges = _quantised(pairs, self.mean.shape[-1], self.bits)
+        self.codes[self.rows, :, slots] = codes.transpose(1, 2)
         self.ranges[self.rows, :, :, slots] = ranges
         self.exact[:, at], self.exact_slots[:, at] = self.exact[:, -1:], self.exact_slots[:, -1:]
         # A slot that one of these tokens had left is written too: a newer token there stays exact.
@@ -374,26 +383,19 @@ def _row_bytes(x: Tensor) -> int:
     return x[0].numel() * x.element_size()
 
 
-def _quantised(pairs: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Return packed codes [R, n, ...], steps and lowest numbers [R, n, 2, G] of pairs [R, n, W]."""
-    groups, levels = pairs.unflatten(-1, (-1, group)), 2**bits - 1
+def _quantised(pairs: Tensor, D: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Return codes [R, P, n, N], steps and lowest numbers [R, n, 2, G] of pairs [R, n, W]."""
+    levels, Dv = 2**bits - 1, pairs.shape[-1] - D
+    groups = pairs.unflatten(-1, (-1, group(D, Dv)))
     low, high = groups.aminmax(dim=-1)
     step = ((high - low) / levels).clamp(_LEAST_STEP, _MOST).to(_RANGES)
     ranges = torch.stack([step, low.clamp(-_MOST, _MOST).to(_RANGES)], dim=-2)
     step, low = (x[..., None] for x in ranges.to(pairs.dtype).unbind(-2))
     codes = ((groups - low) / step).round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
+    keys, values = (pad(x, (0, max(D, Dv) - x.shape[-1])) for x in codes.split([D, Dv], dim=-1))
     if bits == 4:
-        codes = pad(codes, (0, codes.shape[-1] % 2))
-        codes = codes[..., ::2] | (codes[..., 1::2] << 4)
-    return codes, ranges
-
-
-def _unpacked(codes: Tensor, bits: int, W: int, dtype: torch.dtype) -> Tensor:
-    """Return codes as numbers [..., W]."""
-    if bits == 4:  # a byte becomes two, on machines whose first byte is the lowest
-        wide = codes.to(torch.int16)
-        codes = (wide << 4).bitwise_or_(wide).bitwise_and_(0x0F0F).view(torch.uint8)[..., :W]
-    return codes.to(dtype)
+        return (keys | (values << 4))[:, None], ranges
+    return torch.stack([keys, values], dim=1), ranges
 
 
 def products(query: Tensor, keys: Tensor | Coded, scale: float) -> Tensor:

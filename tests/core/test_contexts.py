@@ -202,7 +202,8 @@ def storage(context):
             filled, stored = block.held >= 0, block.stored
             slots = {"held": block.held, "mass": block.mass, "log_weights": block.log_weights}
             if hasattr(stored, "codes"):
-                slots |= {"codes": stored.codes, "ranges": stored.ranges.permute(0, 3, 1, 2)}
+                slots["codes"] = stored.codes.transpose(1, 2)
+                slots["ranges"] = stored.ranges.permute(0, 3, 1, 2)
                 is_exact = filled.gather(1, stored.exact_slots)
                 found[i, j, "exact"] = stored.exact[is_exact]
                 found[i, j, "exact_slots"] = stored.exact_slots[is_exact]
