@@ -287,8 +287,8 @@ def _layer(
         means = tuple(torch.promote_types(x, torch.float32) for x in dtypes)
         specs |= {
             "codes": _Spec((n, bits // 4, D), (torch.uint8,)),
-            "ranges": _Spec((n, 2, 2 * D // group(D, D)), (torch.float16,)),
-            "exact": _Spec((x, 2 * D), dtypes),
+            "ranges": _Spec((n, 2, 2 * D // group(D)), (torch.float16,)),
+            "exact": _Spec((x, 2, D), dtypes),
             "mean": _Spec((B * H, D), means),
             "error": _Spec((B, 2), low=0.0),
         }

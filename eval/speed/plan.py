@@ -16,6 +16,7 @@ import torch
 from mmkv.budgets import checked
 from mmkv.cache.allotment import empty_slots
 from mmkv.cache.config import CacheConfig
+from mmkv.cache.quantize import BITS, WINDOW, group
 from mmkv.calls import cache_in
 from mmkv.eval.speed.cards import Card
 from mmkv.parts.slots import Ratio
@@ -159,16 +160,22 @@ def plan(
         checked(policy, budget)
     empty = empty_slots(CacheConfig(policy, budget), load.prompt) or 0.0
     itemsize, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
-    # Up to 64 numbers of a head share a step and a lowest number of 16 bits each.
-    group = min([64, *(x.width for x in full)])
-    bits = 8 * itemsize if kv_dtype is None else int(kv_dtype[3:]) + 32 / group
+
+    def pairs_bytes(layer: Layer, tokens: float, generated: int) -> float:
+        """Return the bytes of a layer that keeps so many tokens of each head."""
+        if kv_dtype is None:
+            return layer.pair * tokens * itemsize
+        # A group's numbers share a step and a lowest number of 16 bits each.
+        coded = layer.pair * tokens * (BITS[kv_dtype] + 32 / group(layer.width)) / 8
+        exact, heads = max(1, policy.sinks) + WINDOW * bool(generated), layer.pair / layer.width / 2
+        return coded + exact * (layer.pair * itemsize + 8 * heads) + layer.pair / 2 * 4
 
     def cache(generated: int) -> float:
         """Return the bytes of one sequence after so many generated tokens."""
         seen = load.prompt + generated
         tokens = empty + held(policy, budget, load.prompt, generated, len(full) or 1)
         sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
-        return sum(x.pair for x in full) * tokens * bits / 8 + sliding * itemsize
+        return sum(pairs_bytes(x, tokens, generated) for x in full) + sliding * itemsize
 
     caches = [cache(n) for n in range(load.new + 1)]
     waits_for_all = policy.heads.is_global or policy.score.repeats

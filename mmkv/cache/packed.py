@@ -28,8 +28,8 @@ def packed(kept: KeptKV) -> dict[str, Tensor]:
     Returns:
         counts, sizes: int32 [B, H], slots of each row, and [B], see `KeptKV.sizes`.
         positions: int16 [n], or int32 if one needs it.
-        keys, values: [n, D]. In 8 or 4 bits instead codes [n, P, N] and ranges [n, 2, G], exact
-            [x, W] of the x pairs that are held exactly, and mean [B * H, D].
+        keys, values: [n, D]. In 8 or 4 bits instead codes [n, P, N] and ranges [n, 2, 2 G], exact
+            [x, 2, N] of the x pairs that are held exactly, and mean [B * H, D].
         scores, bias: float32 [n], accumulated attention and logarithms of weights, if there are.
         retained, error, group_index: as in `KeptKV`, if they are there.
     """

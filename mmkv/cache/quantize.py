@@ -47,13 +47,14 @@ class Coded(NamedTuple):
     step: Tensor  # [R, G, S], of each group
     lowest: Tensor  # [R, G, S]
     mean: Tensor | None = None  # [R, 1, D], what to add to every key; None: softmax ignores it
+    size: int | None = None  # how many of the D numbers count, the others being 0; None: all
 
     def products(self, query: Tensor) -> Tensor:
         """Return the inner products of queries [R, Q, D] with every slot: [R, Q, S]."""
         total: Tensor | None = None
         for q, codes, step, lowest in self._groups(query):
             shift = q.sum(-1, keepdim=True) * lowest
-            product = torch.addcmul(shift, q @ codes.mT, step)
+            product = torch.addcmul(shift, torch.bmm(q, codes.mT), step)
             total = product if total is None else total.add_(product)
         assert total is not None
         return total if self.mean is None else total.add_(query @ self.mean.mT)
@@ -61,17 +62,18 @@ class Coded(NamedTuple):
     def mixed(self, weights: Tensor) -> Tensor:
         """Return the sums of all slots by weights [R, Q, S]: [R, Q, D]."""
         sums = [
-            torch.baddbmm(weights @ lowest.mT, weights * step, codes)
+            torch.baddbmm(torch.bmm(weights, lowest.mT), weights * step, codes)
             for _, codes, step, lowest in self._groups(self.codes)
         ]
-        return sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
+        mixed = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
+        return mixed[..., : self.size]
 
     def numbers(self) -> Tensor:
         """Return what the codes stand for, [R, S, D]."""
         step, lowest = (x.mT[..., None] for x in (self.step, self.lowest))
         groups = self.codes.unflatten(-1, (step.shape[2], -1))
         numbers = torch.addcmul(lowest, groups, step).flatten(-2)
-        return numbers if self.mean is None else numbers.add_(self.mean)
+        return (numbers if self.mean is None else numbers.add_(self.mean))[..., : self.size]
 
     def _groups(self, x: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Return a part of x [..., D], codes, steps and lowest numbers of each group."""
@@ -84,20 +86,21 @@ class Coded(NamedTuple):
 class QuantizedKV:
     """The pairs of R rows in S slots, in 8 or 4 bits, but for a few that are held exactly.
 
-    A pair is W = D + Dv numbers: its key, rotated and less the row's mean, and its value. What is
-    to be saved are the five tensors, `start` and `opened`; all else follows from the wrap.
+    A pair is its key, rotated and less the row's mean, and its value: twice N numbers, N the larger
+    of D and Dv. What is to be saved are the five tensors, `start` and `opened`; all else follows
+    from the wrap.
 
     Attributes:
-        codes: uint8 [R, P, S, N], N the larger of D and Dv. In 8 bits P is 2, keys and values; in 4
-            bits P is 1, and a byte has a number of the key in its low bits, and in its high ones
-            that of the value.
-        ranges: float16 [R, 2, G, S], the step and the lowest number of each group of a pair; 1 and
-            0 for a slot that is empty or held exactly.
-        exact: [R, X, W] in the model's type, pairs that are held exactly: `WINDOW` places for
+        codes: uint8 [R, P, S, N]. In 8 bits P is 2, keys and values; in 4 bits P is 1, and a byte
+            has a number of the key in its low bits, and in its high ones that of the value.
+        ranges: float16 [R, 2, 2 G, S], the steps of a key's and a value's G groups, and their
+            lowest numbers; 1 and 0 for a slot that is empty or held exactly.
+        exact: [R, X, 2, N] in the model's type, pairs that are held exactly: `WINDOW` places for
             generated tokens, if it is `opened`, and behind them the row's first tokens.
         exact_slots: int64 [R, X], the slot of each. Places without a token of their own repeat
             another one's slot and pair.
-        mean: [R, 1, D], subtracted from rotated keys; float32, or the model's type if wider.
+        mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider.
+        sizes: D and Dv; None: N both.
         start: the position of the token that enters the window at its place 0.
         opened: whether there is a window, from the first generated token on.
         reuses: whether a new token may take a slot that was in use.
@@ -115,10 +118,12 @@ class QuantizedKV:
         start: int,
         opened: bool,
         reuses: bool,
+        sizes: tuple[int, int] | None = None,
     ) -> None:
         self.codes, self.ranges, self.exact = codes, ranges, exact
         self.exact_slots, self.mean = exact_slots, mean
         self.bits, self.start, self.opened, self.reuses = bits, start, opened, reuses
+        self.sizes = sizes or (mean.shape[-1],) * 2
         self.rows = torch.arange(len(codes), device=codes.device)[:, None]
         self.exact_range = ranges.new_zeros(2, 1)
         self.exact_range[0].fill_(1.0)
@@ -140,19 +145,20 @@ class QuantizedKV:
         None, and NaN in a row, it is that of these keys, the exact ones left out. Other arguments
         are attributes.
         """
-        matrix = rotation(keys.shape[-1], keys.dtype, keys.device)
+        sizes = keys.shape[-1], values.shape[-1]
+        matrix = rotation(*sizes, keys.dtype, keys.device)
         keys = keys.to(matrix.dtype) @ matrix
         coded = filled.scatter(1, exact_slots, False)
         counted = coded.to(keys.dtype)[:, None]
         own_mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
         mean = own_mean if mean is None else torch.where(mean.isnan(), own_mean, mean)
-        pairs = torch.cat([keys.sub_(mean), values.to(keys.dtype)], dim=-1)
-        codes, ranges = _quantised(pairs, keys.shape[-1], how["bits"])
+        pairs = _pairs(keys.sub_(mean), values)
+        codes, ranges = _quantised(pairs, how["bits"])
         ranges = ranges.permute(0, 2, 3, 1).contiguous()
         ranges[:, 0].masked_fill_(~coded[:, None], 1.0)
         ranges[:, 1].masked_fill_(~coded[:, None], 0.0)
-        exact = pairs.take_along_dim(exact_slots[..., None], dim=1).to(values.dtype)
-        return cls(codes, ranges, exact, exact_slots, mean, **how)
+        exact = pairs.take_along_dim(exact_slots[..., None, None], dim=1).to(values.dtype)
+        return cls(codes, ranges, exact, exact_slots, mean, sizes=sizes, **how)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,8 +172,8 @@ class QuantizedKV:
 
     @property
     def rotation(self) -> Tensor:
-        """What keys were, and queries are to be, multiplied by: [D, D], in the type of `mean`."""
-        return rotation(self.mean.shape[-1], self.mean.dtype, self.mean.device)
+        """What keys were, and queries are to be, multiplied by: [D, N], in the type of `mean`."""
+        return rotation(*self.sizes, self.mean.dtype, self.mean.device)
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -175,7 +181,7 @@ class QuantizedKV:
 
     @property
     def _how(self) -> dict[str, Any]:
-        names = ("bits", "start", "opened", "reuses")
+        names = ("bits", "start", "opened", "reuses", "sizes")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -193,7 +199,7 @@ class QuantizedKV:
     @property
     def full_pair_bytes(self) -> int:
         """Bytes of a pair in the model's type."""
-        return _row_bytes(self.exact[:, :1])
+        return sum(self.sizes) * self.exact.element_size()
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return all keys [R, S, D] and values [R, S, Dv] in the model's type, in new storage."""
@@ -212,29 +218,22 @@ class QuantizedKV:
 
         With `whole` the mean is added to the keys.
         """
-        R, D = len(self.codes), self.mean.shape[-1]
-        Dv, exact = self.exact.shape[-1] - D, self.exact.to(self.mean.dtype)
-        groups = [n // group(D, Dv) for n in (D, Dv)] * 2
-        most = _CPU_PIECE if self.codes.device.type == "cpu" else _DEVICE_PIECE
-        n = max(1, most // max(1, width * (D + Dv)))
-        for rows in (slice(a, min(a + n, R)) for a in range(0, R, n)):
-            ranges = self.ranges[rows, :, :, :width].to(self.mean.dtype).flatten(1, 2)
-            key_step, step, key_lowest, lowest = ranges.split(groups, 1)
-            keys, values = self._codes(rows, width)
-            where = self.rows[: len(keys)], self.exact_slots[rows]
-            keys[where], values[where] = exact[rows, :, :D], exact[rows, :, D:]
+        R, dtype = len(self.codes), self.mean.dtype
+        n_numbers = max(1, 2 * width * self.mean.shape[-1])
+        n = max(1, (_CPU_PIECE if self.codes.device.type == "cpu" else _DEVICE_PIECE) // n_numbers)
+        D, Dv = (None, None) if self.sizes[0] == self.sizes[1] else self.sizes
+        for rows in (slice(a, a + n) for a in range(0, R, n)) if n < R else (slice(None),):
+            numbers, exact_slots = self.codes[rows, :, :width], self.exact_slots[rows]
+            if self.bits == 4:
+                numbers = torch.cat([numbers & 15, numbers >> 4], dim=1)
+            numbers = numbers.to(dtype)
+            numbers[self.rows[: len(numbers)], :, exact_slots] = self.exact[rows].to(dtype)
+            keys, values = numbers.unbind(1)
+            ranges = self.ranges[rows, :, :, :width].to(dtype).flatten(1, 2)
+            key_step, step, key_lowest, lowest = ranges.chunk(4, 1)
             mean = self.mean[rows] if whole else None
-            yield rows, Coded(keys, key_step, key_lowest, mean), Coded(values, step, lowest)
-
-    def _codes(self, rows: slice, width: int) -> tuple[Tensor, Tensor]:
-        """Return the codes of the first slots of some rows as numbers, of keys and of values."""
-        codes, D, W = self.codes[rows, :, :width], self.mean.shape[-1], self.exact.shape[-1]
-        keys, values = codes[:, 0], codes[:, -1]
-        if self.bits == 4:
-            keys, values = keys & 15, values >> 4
-        if 2 * D != W:
-            keys, values = keys[..., :D], values[..., : W - D]
-        return keys.to(self.mean.dtype), values.to(self.mean.dtype)
+            key = Coded(keys, key_step, key_lowest, mean, D)
+            yield rows, key, Coded(values, step, lowest, None, Dv)
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return the lengths of the parts in which to write q tokens from `position` on."""
@@ -249,7 +248,8 @@ class QuantizedKV:
         for one token.
         """
         self.make_room(position)
-        pairs, q, place = self._pairs(key, value), key.shape[1], self.place_of(position)
+        q, place = key.shape[1], self.place_of(position)
+        pairs = _pairs(key - self.mean, value).to(self.dtype)
         self.exact[:, place : place + q] = pairs
         if isinstance(slots, int):
             of_pairs: Any = torch.arange(slots, slots + q, device=key.device) if q > 1 else slots
@@ -264,7 +264,7 @@ class QuantizedKV:
 
         The host has called `make_room`; slots are int64 [R or 1].
         """
-        pairs = self._pairs(key, value)
+        pairs = _pairs(key - self.mean, value).to(self.dtype)
         self.exact.index_copy_(1, place, pairs)
         self.exact_slots.index_copy_(1, place, slots[:, None].expand(len(pairs), 1))
         if self.reuses:
@@ -274,18 +274,15 @@ class QuantizedKV:
         """Return the place in the window of the token at `position`."""
         return (position - self.start) % WINDOW
 
-    def _pairs(self, key: Tensor, value: Tensor) -> Tensor:
-        return torch.cat([key - self.mean, value.to(key.dtype)], dim=-1).to(self.dtype)
-
     def _replace(self, pairs: Tensor, slots: int | Tensor) -> None:
-        """Let new pairs [R, 1, W] take the slots of dropped ones, wherever these are held."""
+        """Let new pairs [R, 1, 2, N] take the slots of dropped ones, wherever these are held."""
         if isinstance(slots, int):
             self.ranges[:, 0, :, slots], self.ranges[:, 1, :, slots] = 1.0, 0.0
             same = self.exact_slots == slots
         else:
             self._exact_range(slots[:, None].expand(len(pairs), 1))
             same = self.exact_slots == slots[:, None]
-        self.exact.copy_(torch.where(same[..., None], pairs, self.exact))
+        self.exact.copy_(torch.where(same[..., None, None], pairs, self.exact))
 
     def _exact_range(self, slots: Tensor) -> None:
         """Set step and lowest number to 1 and 0 at `slots` [R, n]."""
@@ -298,16 +295,16 @@ class QuantizedKV:
         steps: a replayed step does none of it.
         """
         if not self.opened:
-            last = self.exact[:, -1:].expand(-1, WINDOW, -1), self.exact_slots[:, -1:]
-            self.exact = torch.cat([last[0], self.exact], dim=1)
-            self.exact_slots = torch.cat([last[1].expand(-1, WINDOW), self.exact_slots], dim=1)
+            pairs, slots = self.exact[:, -1:], self.exact_slots[:, -1:]
+            self.exact = torch.cat([pairs.expand(-1, WINDOW, -1, -1), self.exact], dim=1)
+            self.exact_slots = torch.cat([slots.expand(-1, WINDOW), self.exact_slots], dim=1)
             self.opened = True
         n_written = position - self.start
         if n_written < WINDOW or n_written % BULK:
             return
         at = slice(n_written % WINDOW, n_written % WINDOW + BULK)
         slots, pairs = self.exact_slots[:, at].clone(), self.exact[:, at].to(self.mean.dtype)
-        codes, ranges = _quantised(pairs, self.mean.shape[-1], self.bits)
+        codes, ranges = _quantised(pairs, self.bits)
         self.codes[self.rows, :, slots] = codes.transpose(1, 2)
         self.ranges[self.rows, :, :, slots] = ranges
         self.exact[:, at], self.exact_slots[:, at] = self.exact[:, -1:], self.exact_slots[:, -1:]
@@ -341,10 +338,11 @@ def check(kv_dtype: str | None) -> None:
 
 
 @lru_cache
-def rotation(D: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def rotation(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an orthonormal matrix [D, D]: random signs, then Hadamard matrices along the diagonal.
 
-    Each is of the largest power of two that divides D. The type is float32, or `dtype` if wider.
+    Each is of the largest power of two that divides D. Zeros follow if values of Dv numbers are
+    longer than keys. The type is float32, or `dtype` if wider.
     """
     size, signs = D & -D, random.Random(0)
     number = torch.arange(size)
@@ -354,6 +352,7 @@ def rotation(D: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         matrix = torch.block_diag(*[hadamard] * (D // size))
         matrix = matrix * torch.tensor([[1.0 if signs.random() < 0.5 else -1.0] for _ in range(D)])
+        matrix = pad(matrix, (0, max(0, Dv - D)))
         return matrix.to(device, torch.promote_types(dtype, torch.float32))
 
 
@@ -373,29 +372,34 @@ def relative_error(squares: Tensor) -> Tensor:
     return (error / exact.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
 
 
-def group(D: int, Dv: int) -> int:
-    """Return how many numbers share a step, for keys of D and values of Dv numbers."""
-    common = math.gcd(D, Dv)
-    return _GROUP if common % _GROUP == 0 else common
+def group(N: int) -> int:
+    """Return how many of a key's or a value's N numbers share a step."""
+    return _GROUP if N % _GROUP == 0 else N
 
 
 def _row_bytes(x: Tensor) -> int:
     return x[0].numel() * x.element_size()
 
 
-def _quantised(pairs: Tensor, D: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Return codes [R, P, n, N], steps and lowest numbers [R, n, 2, G] of pairs [R, n, W]."""
-    levels, Dv = 2**bits - 1, pairs.shape[-1] - D
-    groups = pairs.unflatten(-1, (-1, group(D, Dv)))
+def _pairs(keys: Tensor, values: Tensor) -> Tensor:
+    """Return keys [R, n, N] and values [R, n, Dv] side by side, [R, n, 2, N]."""
+    if missing := keys.shape[-1] - values.shape[-1]:
+        values = pad(values, (0, missing))
+    return torch.stack([keys, values.to(keys.dtype)], dim=2)
+
+
+def _quantised(pairs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return codes [R, P, n, N], steps and lowest numbers [R, n, 2, 2 G] of pairs [R, n, 2, N]."""
+    levels, groups = 2**bits - 1, pairs.unflatten(-1, (-1, group(pairs.shape[-1])))
     low, high = groups.aminmax(dim=-1)
     step = ((high - low) / levels).clamp(_LEAST_STEP, _MOST).to(_RANGES)
-    ranges = torch.stack([step, low.clamp(-_MOST, _MOST).to(_RANGES)], dim=-2)
-    step, low = (x[..., None] for x in ranges.to(pairs.dtype).unbind(-2))
+    ranges = torch.stack([step, low.clamp(-_MOST, _MOST).to(_RANGES)], dim=2)
+    step, low = (x[..., None] for x in ranges.to(pairs.dtype).unbind(2))
     codes = ((groups - low) / step).round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
-    keys, values = (pad(x, (0, max(D, Dv) - x.shape[-1])) for x in codes.split([D, Dv], dim=-1))
+    codes = codes.transpose(1, 2).contiguous()
     if bits == 4:
-        return (keys | (values << 4))[:, None], ranges
-    return torch.stack([keys, values], dim=1), ranges
+        codes = codes[:, :1] | (codes[:, 1:] << 4)
+    return codes, ranges.flatten(-2)
 
 
 def products(query: Tensor, keys: Tensor | Coded, scale: float) -> Tensor:

@@ -53,9 +53,11 @@ RUNS += [(x, "padded") for x in (Variant("adakv"), Variant("h2o"), POSTPONED[0],
 @cases("variant, rows", RUNS, "adakv", "h2o", str(IN_CODES[0]), ids=str)
 def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     model, inputs, options = models("llama"), make_inputs("llama", ROWS[rows]), options_of(variant)
-    expected, tokens, plain = without_graph(model, variant, inputs, NEW, **options)
+    # In codes, until the window of exact pairs has been full twice.
+    new = 66 if "kv_dtype" in options else NEW
+    expected, tokens, plain = without_graph(model, variant, inputs, new, **options)
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
-        logits, got, cache = generate(model, inputs, new=NEW)
+        logits, got, cache = generate(model, inputs, new=new)
     assert len(on_cpu) == 1
     atol = 1e-4
     if bits := {"int8": 8, "int4": 4}.get(options.get("kv_dtype")):
@@ -71,8 +73,8 @@ def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
 def codes(block, other):
     """How far codes of two blocks are apart, in the slots that both have."""
     mine, theirs = (x.stored.codes.int() for x in (block, other))
-    n = min(mine.shape[1], theirs.shape[1])
-    yield (mine[:, :n] - theirs[:, :n]).abs()
+    n = min(mine.shape[2], theirs.shape[2])
+    yield (mine[:, :, :n] - theirs[:, :, :n]).abs()
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,28 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
     agrees(doubles("llava-llama"), inputs, variant, kv_dtype)
 
 
+@pytest.mark.parametrize(
+    ("policy", "options", "rounds"),
+    [
+        ("snapkv", {"decode": "rounds", "every": 16, "latest": 3}, range(19, NEW, 16)),
+        ("adakv", {"decode": "rounds", "every": 40, "latest": 0}, [40]),
+        ("snapkv", {"postpone": 5}, [5]),
+        ("adakv", {"postpone": 40}, [40]),
+    ],
+    ids=str,
+)
+def test_the_newest_stay_exact_where_generated_tokens_are_evicted(doubles, policy, options, rounds):
+    """A round, and a prompt that is evicted late, leave the newest 32 in the window."""
+    model, inputs = doubles("llama"), exact(make_inputs("llama", (96,)))
+    options = {**short(policy), **options}
+    with mmkv.wrapped(model, policy, 60, kv_dtype="int4", **options):
+        logits, tokens, cache, held = generate(model, inputs, new=NEW)
+    assert cache.blocks[0].stored.start == 96 + max(0, rounds[-1] - 32)
+    how = {"bits": 4, "rounds": rounds, "postpone": options.get("postpone", 0)}
+    expected = masked_logits(model, inputs, tokens, held, **how)
+    torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("kv_dtype", BITS)
 @cases("policy", ["prefixkv", "streaming", "adakv", "xkv"], "prefixkv")
 def test_turns_equal_masking(doubles, policy, kv_dtype):
@@ -282,7 +304,7 @@ def test_codes_are_attended_to_as_the_numbers_they_are_read_as(
 
 @pytest.mark.parametrize("D", [1, 15, 16, 80, 96, 128])
 def test_the_rotation_is_orthonormal_and_spreads_one_channel(D):
-    matrix = quantize.rotation(D, torch.float64, torch.device("cpu"))
+    matrix = quantize.rotation(D, D, torch.float64, torch.device("cpu"))
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(D, dtype=torch.float64))
     size = D & -D
     assert (matrix != 0).sum() == D * size

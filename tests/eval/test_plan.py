@@ -31,18 +31,21 @@ def of(sizes, policy, budget=0.2, load=LOAD, card="h100", **options):
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv", "prefixkv", "h2o", "streaming", "condense"])
-@pytest.mark.parametrize("name", ["llama", "llava-llama"])
-def test_a_caches_bytes_are_those_of_a_real_one(policy, name):
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("llama", None), ("llava-llama", None), ("llama", "int4")]
+)
+def test_a_caches_bytes_are_those_of_a_real_one(policy, name, kv_dtype):
     """But for spare slots, and what groups are told by."""
     model = make_model(name)
     inputs = make_inputs(name, (60, 60))
-    with mmkv.wrapped(model, policy, 0.3):
+    with mmkv.wrapped(model, policy, 0.3, kv_dtype=kv_dtype):
         out = model.generate(
             **inputs, max_new_tokens=20, min_new_tokens=20, return_dict_in_generate=True
         )
     sizes, load = Sizes.of(make_model(name).to("meta")), Load(batch=2, prompt=60, new=19)
-    bound = plan(sizes, load, CARDS["h100"], mmkv.get_policy(policy), 0.3).cache_bytes
-    slot = 2 * 4 * sum(layer.pair for layer in sizes.layers)
+    chosen = mmkv.get_policy(policy)
+    bound = plan(sizes, load, CARDS["h100"], chosen, 0.3, kv_dtype).cache_bytes
+    slot = 2 * (4 if kv_dtype is None else 1) * sum(layer.pair for layer in sizes.layers)
     assert bound - slot <= out.past_key_values.nbytes <= bound + 80 * slot
 
 
@@ -167,7 +170,7 @@ def test_a_step_reads_the_experts_that_its_tokens_pass():
 
 def test_fewer_bits_and_one_layer_at_a_time(small):
     float32, int4 = of(small, "snapkv"), of(small, "snapkv", kv_dtype="int4")
-    assert int4.cache_bytes == pytest.approx(float32.cache_bytes * 4.5 / 32)
+    assert int4.cache_bytes < float32.cache_bytes * 0.25
     every, one = of(small, "prefixkv"), of(small, "prefixkv", allocation="mini-prefill")
     assert every.peak_bytes > of(small, "snapkv").peak_bytes
     assert one.peak_bytes < every.peak_bytes

@@ -18,7 +18,7 @@ def rotated_by(D: int) -> Tensor:
         hadamard = torch.cat([torch.cat([hadamard, hadamard]), torch.cat([hadamard, -hadamard])], 1)
     matrix = torch.block_diag(*[hadamard / math.sqrt(size)] * (D // size))
     at = torch.arange(D)
-    signs = rotation(D, torch.float64, torch.device("cpu"))[at, at // size * size].sign()
+    signs = rotation(D, D, torch.float64, torch.device("cpu"))[at, at // size * size].sign()
     return signs[:, None] * matrix
 
 
@@ -26,10 +26,15 @@ def fake_quantise(x: Tensor, bits: int, other: int | None = None) -> Tensor:
     """Each group of the numbers [..., D] of tokens rounded to the nearest of 2 ** bits numbers.
 
     These are equally spaced from the group's smallest number to its largest; the smallest and the
-    space are kept in float16, and no space is below 2 ** -14. `other` is the D of what lies beside.
+    space are kept in float16, and no space is below 2 ** -14. If what lies beside has
+    more numbers, `other`, zeros are added.
     """
-    common = math.gcd(x.shape[-1], other or x.shape[-1])
-    size = GROUP if common % GROUP == 0 else common
+    D = x.shape[-1]
+    if other is not None and other > D:
+        return fake_quantise(torch.cat([x, x.new_zeros(*x.shape[:-1], other - D)], -1), bits)[
+            ..., :D
+        ]
+    size = GROUP if D % GROUP == 0 else D
     return torch.cat([_group(part, 2**bits - 1) for part in x.split(size, dim=-1)], dim=-1)
 
 
