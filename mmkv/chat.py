@@ -5,7 +5,6 @@ Errors of a user are `ValueError`s whose message is one line.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,43 +133,31 @@ def encode(loaded: Loaded, question: str, pictures: Sequence[Image.Image]) -> di
     return encode_messages(loaded, [loaded.message(question, pictures)])
 
 
-def encode_messages(
-    loaded: Loaded,
-    messages: Sequence[Mapping[str, Any]],
-    template: Mapping[str, Any] | None = None,
-    *,
-    sanitize: bool = False,
-) -> dict[str, Any]:
+def encode_messages(loaded: Loaded, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the model's inputs for a conversation, by its chat template.
 
     Args:
         loaded: the model and its processor.
         messages: {"role": ..., "content": a text, or parts {"type": "text", "text": ...} and
             {"type": "image", "image": a picture}}.
-        template: further arguments of the template, such as tools.
-        sanitize: encode control tokens that the messages spell as plain text.
     """
     contents: Any = [x["content"] for x in messages if isinstance(x.get("content"), list)]
     pictures = [x["image"] for parts in contents for x in parts if x.get("type") == "image"]
     check_pictures(loaded, pictures)
     processor: Any = loaded.processor
-    options: Any = {"add_generation_prompt": True, **(template or {}), "tokenize": False}
-    marking: Any = {"sanitize_control_tokens": True} if sanitize else {}
-    if not {*marking} <= {*inspect.signature(processor.apply_chat_template).parameters}:
-        raise ValueError("the text spells a control token: leave it out, or update transformers")
+    options: Any = {"add_generation_prompt": True, "tokenize": False}
     if processor.chat_template is None:
         if len(messages) > 1 or not isinstance(messages[0]["content"], str):
             raise ValueError(f"model {loaded.name!r} has no chat template: give it one text")
-        splitting: Any = {"split_special_tokens": True} if sanitize else {}
-        inputs = processor(text=messages[0]["content"], return_tensors="pt", **splitting)
-    elif not loaded.reads_pictures and not sanitize:
+        inputs = processor(text=messages[0]["content"], return_tensors="pt")
+    elif not loaded.reads_pictures:
         # Here special tokens are added only if the template has not; a processor always adds them.
         text = processor.apply_chat_template(messages, **options)
         inputs = processor(
             text, add_special_tokens=adds_special(processor, text), return_tensors="pt"
         )
     else:
-        options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt", **marking}
+        options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
         inputs = processor.apply_chat_template(messages, **options)
     return on_device(loaded.model, inputs)
 
@@ -178,18 +165,17 @@ def encode_messages(
 def split_inputs(
     whole: Mapping[str, Any], empty: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Cut a prompt where it begins to differ from the same one without a question; see `cut`."""
+    """Cut a prompt where it begins to differ from the same one without a question.
+
+    Returns:
+        The tokens before, with all pictures, and the inputs of the others.
+    """
     ids, bare = whole["input_ids"][0].tolist(), empty["input_ids"][0].tolist()
     n = next((i for i, (a, b) in enumerate(zip(ids, bare, strict=False)) if a != b), len(bare))
-    return cut(whole, n)
-
-
-def cut(inputs: Mapping[str, Any], n: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a prompt's first `n` tokens, with all pictures, and the inputs of the others."""
-    shape = inputs["input_ids"].shape
-    tokenwise = [k for k, x in inputs.items() if getattr(x, "shape", None) == shape]
-    first = {k: x[:, :n] if k in tokenwise else x for k, x in inputs.items()}
-    return first, {k: inputs[k][:, n:] for k in tokenwise}
+    shape = whole["input_ids"].shape
+    tokenwise = [k for k, x in whole.items() if getattr(x, "shape", None) == shape]
+    first = {k: x[:, :n] if k in tokenwise else x for k, x in whole.items()}
+    return first, {k: whole[k][:, n:] for k in tokenwise}
 
 
 def check_pictures(loaded: Loaded, pictures: Sequence[Image.Image]) -> None:

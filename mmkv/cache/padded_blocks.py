@@ -393,28 +393,21 @@ def attend(
             query[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=scale
         )
         return out[:, 0]
-    return mixed(masked_logits(query, keys, visible, scale, softcap).softmax(dim=-1), values)
+    logits = products(query, keys, scale)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if visible is not None and visible.dtype == torch.bool:
+        logits = logits.masked_fill(~visible, -torch.inf)
+    elif visible is not None:
+        logits = logits + visible
+    return mixed(logits.softmax(dim=-1), values)
 
 
 def flash_takes(query: Tensor) -> bool:
     """Return whether torch's flash attention computes these queries [R, Q, D] on CUDA."""
     D, trains = query.shape[-1], torch.is_grad_enabled() and query.requires_grad
     return query.dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256 and not trains
-
-
-def masked_logits(
-    query: Tensor, keys: Tensor | Coded, visible: Tensor | None, scale: float, softcap: float | None
-) -> Tensor:
-    """Return the logits of `attend` in float32 or wider, [R, G * q, U]."""
-    logits = products(query, keys, scale)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if visible is None:
-        return logits
-    if visible.dtype == torch.bool:
-        return logits.masked_fill(~visible, -torch.inf)
-    return logits + visible
 
 
 def weigh(

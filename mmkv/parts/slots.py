@@ -150,18 +150,6 @@ class SlotSchedule:
             self._planned()
             self.at += 1
 
-    def ahead(self) -> np.ndarray:
-        """Count all planned steps, at least one, and return their slots [n, U]."""
-        slots = self._planned()[0][self.at :]
-        self.at = AHEAD
-        return slots
-
-    def own_columns(self, rows: int) -> np.ndarray:
-        """Return which of a step's U slots belongs to each row, int64 [rows]."""
-        if self.shared:
-            return np.zeros(rows, dtype=np.int64)
-        return np.arange(rows) if self.entries is None else self.entries
-
     def select(self: S, rows: np.ndarray) -> S:
         """Return this schedule for a choice of rows, which may repeat (beam search)."""
         self._planned()
