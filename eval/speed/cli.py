@@ -223,7 +223,10 @@ def _warn_beyond(model: Any, tokens: int) -> None:
 def plan_command(
     model: Annotated[str, typer.Argument(help=_MODELS, callback=checked(_check_model))],
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 4096,
+    prompt: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of each prompt. [default: 4096, or what the model reads]"),
+    ] = None,
     new: Annotated[int, typer.Option(min=1, help="Tokens generated.")] = 256,
     policy: PolicyName = "condense",
     budget: BudgetOption = None,
@@ -261,6 +264,9 @@ def plan_command(
     chosen = get_policy(policy, **parse_options(policy, option or []))
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
+    if prompt is None:
+        limit = getattr(net.config.get_text_config(), "max_position_embeddings", None) or 4096
+        prompt = max(1, min(4096, limit - new))
     _warn_beyond(net, prompt + new)
     if profile is not None or memory is not None:
         config, _ = planned(net, adapters.find(net), chosen, size, profile=profile)

@@ -80,6 +80,13 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     assert plain < padded < 1.15 * plain
 
 
+def test_the_default_prompt_is_one_that_the_model_reads(capsys):
+    for words, tokens in ((("builtin",), "1,792 + 256"), (("builtin", "--new", 48), "2,000 + 48")):
+        out, err, code = run(capsys, "plan", *words)
+        assert (code, err, tokens in out) == (0, "", True)
+    assert "beyond the 2,048 positions" in run(capsys, "plan", "builtin", "--prompt", 4096)[1]
+
+
 @pytest.mark.parametrize(
     ("name", "budget", "options"),
     [
