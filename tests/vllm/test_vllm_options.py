@@ -1,0 +1,130 @@
+"""What the plugin refuses, before a model is loaded, and the classes that it makes of heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
+
+from vllm_engines import BLOCK, prompts
+
+from mmkv.profiles import Profile
+from mmkv.vllm import options, probes
+from mmkv.vllm.classes import CLASSES, classes_of
+from mmkv.vllm.settings import Sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "budget is missing"),
+        (0.2, "expected options"),
+        ({"budget": 2.0}, "budget=2.0: a float is the fraction kept"),
+        ({"budget": 200}, "budget=200: in vLLM a budget is a share"),
+        ({"budget": 0.2, "polcy": "snapkv"}, "'polcy'"),
+        ({"budget": 0.2, "policy": "snapvk"}, "'snapvk'"),
+        ({"budget": 0.2, "policy": 3}, "policy=3: expected a name"),
+        ({"budget": 0.2, "policy": "snapkv", "window": 0}, "window=0"),
+        ({"budget": 0.2, "policy": "full"}, "keeps everything"),
+        ({"budget": 0.2, "policy": "prefixkv"}, "'prefixkv' sizes layers by layers='prefix'"),
+        ({"budget": 0.2, "policy": "kvzip"}, "'kvzip' reads a prompt twice"),
+        ({"budget": 0.2, "policy": "expected"}, "heads='adaptive'"),
+        ({"budget": 0.2, "policy": "h2o"}, "decode='fixed'"),
+        ({"budget": 0.2, "policy": "defensive", "heads": "retrieval"}, "use heads='uniform'"),
+        ({"budget": 0.2, "policy": "snapkv", "protect": "instruction"}, "protect is not supported"),
+    ],
+)
+def test_bad_options_are_refused_by_name(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        options.parsed(given)
+
+
+@pytest.mark.parametrize(
+    "policy", ["keydiff", "knorm", "lagkv", "mixkv", "random", "lookm", "snapkv", "condense"]
+)
+def test_policies_of_one_layer_are_accepted(policy: str) -> None:
+    assert options.parsed({"budget": 0.2, "policy": policy})[0].name == policy
+
+
+def created(folder: Path, mmkv: Any, **more: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    given: dict[str, Any] = {"max_model_len": 512, "additional_config": {"mmkv": mmkv}}
+    arguments = EngineArgs(str(folder), dtype="float32", **(given | more))
+    return arguments.create_engine_config()
+
+
+def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path) -> None:
+    given = {"budget": 0.3, "probe": str(tiny / "probe.json")}
+    with pytest.raises(ValueError, match="budget=0: an int is the number of tokens"):
+        created(tiny, given | {"budget": 0})
+    with pytest.raises(ValueError, match="speculative decoding: leave --speculative-config out"):
+        speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+        created(tiny, given, speculative_config=speculation)
+    with pytest.raises(ValueError, match="split over processes: use --data-parallel-size"):
+        created(tiny, given, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="a KV cache of fp8"):
+        created(tiny, given, kv_cache_dtype="fp8")
+
+
+def test_other_versions_of_vllm_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "VERSIONS", ("0.99.",))
+    with pytest.raises(ValueError, match=r"vLLM 0\.32\.0.* is not supported: install vllm==0\.32"):
+        created(tiny, {"budget": 0.3, "heads": "uniform"})
+
+
+def test_a_missing_probe_says_how_to_make_one(tiny: Path, monkeypatch: Any, tmp_path: Path) -> None:
+    monkeypatch.setenv("MMKV_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=f"run `mmkv probe {tiny}` once, or use 'heads'"):
+        created(tiny, {"budget": 0.3})
+    found = created(tiny, {"budget": 0.3, "heads": "uniform"}).additional_config["mmkv"]
+    assert [share for share, _ in found["classes"]] == [0.3]
+    path = probes.path_of(str(tiny))
+    path.parent.mkdir()
+    path.write_text((tiny / "probe.json").read_text())
+    found = created(tiny, {"budget": 0.3}).additional_config["mmkv"]
+    assert len(found["classes"]) == CLASSES
+    Profile(retrieval=((0.5, 0.5),) * 4).save(path)
+    with pytest.raises(ValueError, match="is no probe of this model, which has 4 layers of 4 KV"):
+        created(tiny, {"budget": 0.3})
+
+
+def test_classes_keep_the_budget_and_divide_evenly() -> None:
+    shares = 1.0, 0.9, 0.3, 0.1, 0.05
+    targets = {(i, h): shares[(i + 3 * h) % 5] for i in range(30) for h in range(3)}
+    budget = sum(targets.values()) / 90
+    found = classes_of(targets, budget)
+    counts = [len(x.heads) for x in found]
+    assert sorted(place for x in found for place in x.heads) == sorted(targets)
+    assert sum(len(x.heads) * x.share for x in found) == pytest.approx(90 * budget)
+    assert all(n % min(counts) == 0 for n in counts)
+    assert 1 < len(found) <= CLASSES
+    assert found[0].share == 1.0
+    # Heads of higher targets are in classes of larger shares.
+    lowest = [min(targets[x] for x in of.heads) for of in found]
+    highest = [max(targets[x] for x in of.heads) for of in found]
+    assert all(a >= b for a, b in zip(lowest, highest[1:], strict=False))
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.6])
+def test_sizes_are_blocks_near_the_share(share: float) -> None:
+    sizes = Sizes(share, least=8, always=2)
+    for tokens in range(1, 1500, 7):
+        kept = tokens - int(sizes.dropped(tokens, BLOCK)) * BLOCK
+        target = min(tokens, max(8, share * tokens))
+        assert 0 < kept <= tokens
+        assert 0.74 * target - 1 <= kept < target + 1.01 * BLOCK
+
+
+def test_without_options_vllm_is_as_ever(start: Any, twin: Any) -> None:
+    from vllm_reference import Reference, snapkv
+
+    ids = prompts(40, 300)
+    with start(None) as engine:
+        assert len(engine.managers) == 1
+        whole = {(i, h): 1.0 for i in range(4) for h in range(4)}
+        expected = Reference(twin, whole, snapkv, block=BLOCK)
+        assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
