@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mmkv.cli.chat import chat
-from mmkv.cli.serve import SETTINGS, serve
+from mmkv.cli.serve import SETTINGS, probe, serve
 from mmkv.eval.cli import commands as evaluation
 from mmkv.loading.names import file_of
 from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption, checked
@@ -90,7 +90,7 @@ def _options(
     pass
 
 
-for command in (policies, chat, demo):
+for command in (policies, chat, demo, probe):
     app.command()(command)
 app.command(context_settings=SETTINGS)(serve)
 app.add_typer(evaluation)

@@ -18,18 +18,19 @@ from mmkv.terminal import show_errors, tell
 # All options of vLLM's that follow are passed on.
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 _NAMES = SMOLLM2, SMOLLM2_VISION
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        help=f"{', '.join(_NAMES)}, a folder, or an id that vLLM loads.",
+        callback=checked(lambda name: file_of(name, _NAMES)),
+    ),
+]
 
 
 @show_errors
 def serve(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            help=f"{', '.join(_NAMES)}, a folder, or an id that vLLM loads.",
-            callback=checked(lambda name: file_of(name, _NAMES)),
-        ),
-    ],
+    model: ModelArgument,
     policy: PolicyName = "condense",
     budget: Annotated[
         str,
@@ -44,13 +45,13 @@ def serve(
         raise ValueError("mmkv serve runs vLLM: pip install 'vllm==0.32.*' into this environment")
     from mmkv import chat
     from mmkv.loading import models
-    from mmkv.vllm import options
+    from mmkv.vllm import options, probes
 
     given = {**chat.parse_options(policy, option or []), "policy": policy}
     given["budget"] = budgets.parse(budget)
     chosen, _ = options.parsed(given)
     path = models.find(model).path
-    if chosen.heads.name == "retrieval":
+    if chosen.heads.name == "retrieval" and not probes.path_of(path).is_file():
         _probe(model, path)
     # The plugin reads batches from vLLM's first model runner, whatever a device's default is.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -59,14 +60,20 @@ def serve(
     os.execv(sys.executable, (sys.executable, *command, *context.args))
 
 
+@show_errors
+def probe(model: ModelArgument) -> None:
+    """Measure which heads of a model look things up, for vLLM, and save the result."""
+    from mmkv.loading import models
+
+    _probe(model, models.find(model).path)
+
+
 def _probe(model: str, path: str) -> None:
-    """Save how much a model's heads copy where the plugin looks for it, unless it is there."""
+    """Save how much a model's heads copy where the plugin looks for it."""
     from mmkv import chat, wrapping
     from mmkv.vllm import probes
 
     target = probes.path_of(path)
-    if target.is_file():
-        return
     tell(f"measuring which heads of {model} look things up")
     profile = wrapping.probe(chat.load(model, "cpu", "auto").model)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -150,11 +150,11 @@ class Index:
         at = last = last_boundary(request.num_prompt_tokens, self.size)
         params = request.sampling_params
         given = ((params.extra_args if params else None) or {}).get("mmkv_prefix")
-        if isinstance(given, int) and given > 0:  # the caller knows what later prompts share
+        if type(given) is int and given >= self.size:  # the caller knows what later prompts share
             at = min(last, given // self.size * self.size)
         else:  # what an earlier prompt shares with this one, if that is most of it
             shared = self.run(pool, request.block_hashes, last // self.size) * self.size
-            at = shared if self.whole and last - shared <= TAIL * last else last
+            at = shared if last - shared <= TAIL * last else last
         request.mmkv_boundary = at
         return at
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 
-# The most classes. Four lose nothing next to sizes of each head's own (docs/vllm.md).
+# The most classes. Four lose nothing next to sizes of each head's own (docs/serving.md).
 CLASSES = 4
 # A class whose heads should keep this share on average keeps the whole prompt.
 _WHOLE = 0.75

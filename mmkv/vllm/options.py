@@ -15,7 +15,7 @@ from typing import Any
 from mmkv import adapters, budgets
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
-from mmkv.registry import get_policy
+from mmkv.registry import get_policy, load_plugin
 from mmkv.sizes.layers import UniformLayers
 from mmkv.sizes.profiled import RetrievalHeads, proportional
 from mmkv.vllm import probes
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 VERSIONS = ("0.32.",)
 # Decoders whose queries, keys and positions are those that a policy expects.
 _DECODERS = ("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")
-_OWN = ("budget", "policy", "probe")
+_OWN = ("budget", "policy", "probe", "plugins")
 
 
 def supported() -> bool:
@@ -67,6 +67,7 @@ def parsed(given: Any) -> tuple[Policy, float]:
     """
     if not isinstance(given, dict):
         raise ValueError(f"mmkv={given!r}: expected options, such as {{'budget': 0.2}}")
+    load_plugins(given.get("plugins", []))
     name = given.get("policy", "condense")
     if not isinstance(name, str):
         raise ValueError(f"mmkv: policy={name!r}: expected a name, see `mmkv policies`")
@@ -82,6 +83,18 @@ def parsed(given: Any) -> tuple[Policy, float]:
     if not isinstance(given.get("probe", ""), str):
         raise ValueError(f"mmkv: probe={given['probe']!r}: expected the path of a file")
     return policy, budget
+
+
+def load_plugins(files: Any) -> None:
+    """Load files that register policies, in each of vLLM's processes.
+
+    Raises:
+        ValueError: these are no paths of such files.
+    """
+    if not isinstance(files, list) or not all(isinstance(x, str) for x in files):
+        raise ValueError(f"mmkv: plugins={files!r}: expected a list of paths")
+    for file in files:
+        load_plugin(Path(file))
 
 
 def _check_policy(policy: Policy) -> None:
@@ -201,6 +214,7 @@ def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) 
     options = {k: v for k, v in given.items() if k not in _OWN}
     return {
         "policy": policy.name,
+        "plugins": given.get("plugins", []),
         "options": options,
         "budget": budget,
         "unit": unit,

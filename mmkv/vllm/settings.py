@@ -6,12 +6,13 @@ import functools
 import json
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmkv.policy import Policy
-from mmkv.registry import get_policy
+from mmkv.registry import get_policy, load_plugin
 from mmkv.vllm.compress import equal
 
 # A share of a prompt: with more behind what it shares with earlier ones it is read from the start.
@@ -82,6 +83,8 @@ class Settings:
 @functools.lru_cache(maxsize=4)
 def _settings(text: str) -> Settings:
     given = json.loads(text)
+    for file in given["plugins"]:
+        load_plugin(Path(file))
     policy = get_policy(given["policy"], **given["options"])
     unit, classes = given["unit"], defaultdict[int, dict[float, list[tuple[int, ...]]]](dict)
     for share, heads in given["classes"]:

@@ -59,10 +59,10 @@ def created(folder: Path, mmkv: Any, **more: Any) -> Any:
 
 def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path) -> None:
     given = {"budget": 0.3, "probe": str(tiny / "probe.json")}
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     with pytest.raises(ValueError, match="budget=0: an int is the number of tokens"):
         created(tiny, given | {"budget": 0})
     with pytest.raises(ValueError, match="speculative decoding: leave --speculative-config out"):
-        speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
         created(tiny, given, speculative_config=speculation)
     with pytest.raises(ValueError, match="split over processes: use --data-parallel-size"):
         created(tiny, given, tensor_parallel_size=2)

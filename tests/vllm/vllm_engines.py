@@ -52,10 +52,13 @@ class Engine:
         return [list(x.outputs[0].token_ids) for x in done]
 
 
-def sampling(n: int, **options: Any) -> Any:
-    """Return greedy sampling of exactly n tokens."""
+def sampling(tokens: int, **options: Any) -> Any:
+    """Return greedy sampling of exactly so many tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(
-        **({"temperature": 0, "max_tokens": n, "ignore_eos": True, "detokenize": False} | options)
+        **(
+            {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+            | options
+        )
     )

@@ -1,0 +1,85 @@
+"""Figures of docs/serving.md: requests at once in one pool, and step times, beside stock vLLM.
+
+`python -m mmkv.vllm.figures FOLDER`, with `--budget 0.2` for compressed heads and without for stock
+vLLM, on one thread, in float32. Prompts are random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from statistics import median
+from typing import Any
+
+POOL = 143 * 10**6  # bytes, room for three requests of stock vLLM
+
+
+def main() -> None:
+    """Print the figures of one engine."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--budget", type=float)
+    parser.add_argument("--policy", default="condense")
+    parser.add_argument("--capacity", action="store_true", help="20 requests in a small pool")
+    arguments = parser.parse_args()
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    import torch
+
+    torch.set_num_threads(1)
+    from vllm import LLM, SamplingParams
+
+    options: dict[str, Any] = {}
+    if arguments.budget is not None:
+        mmkv = {"policy": arguments.policy, "budget": arguments.budget}
+        options["additional_config"] = {"mmkv": mmkv}
+    llm = LLM(
+        arguments.model,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1056,
+        block_size=32,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=POOL if arguments.capacity else 2**30,
+        **options,
+    )
+    core: Any = llm.llm_engine.engine_core.engine_core
+    steps = list[tuple[int, float, int]]()
+    run, preempt, preempted = core.model_executor.execute_model, core.scheduler._preempt_request, []
+
+    def timed(output: Any, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = run(output, *args, **kwargs)
+        decoding = sum(r.num_output_tokens > 0 for r in core.scheduler.running)
+        steps.append((output.total_num_scheduled_tokens, time.perf_counter() - start, decoding))
+        return result
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(request, *args, **kwargs)
+
+    core.model_executor.execute_model, core.scheduler._preempt_request = timed, counted
+    lengths = (
+        [900 - 3 * i for i in range(20)] if arguments.capacity else [900 - i for i in range(8)]
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(1000, 30000, (n,), generator=generator).tolist() for n in lengths]
+    params = SamplingParams(
+        temperature=0, max_tokens=96 if arguments.capacity else 40, ignore_eos=True
+    )
+    start = time.perf_counter()
+    llm.generate([{"prompt_token_ids": x} for x in ids], params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    print(f"{len(ids)} requests of {lengths[-1]} to {lengths[0]} tokens in {seconds:.1f} s")
+    print(f"most decoding at once {max(x for _, _, x in steps)}, preemptions {len(preempted)}")
+    if not arguments.capacity:
+        decode = [s for n, s, _ in steps if n == len(ids)]
+        prefill = sum(s for n, s, _ in steps if n > len(ids))
+        print(f"decode step {1000 * median(decode):.0f} ms, prefill {prefill:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

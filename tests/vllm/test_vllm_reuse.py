@@ -1,0 +1,194 @@
+"""A compressed prefix serves later requests: cached tokens, and tokens of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
+
+from vllm_engines import BLOCK, Engine, prompts, sampling
+from vllm_reference import Reference, snapkv
+
+from mmkv.vllm import batch
+
+SNAPKV = {"budget": 0.3, "policy": "snapkv", "heads": "retrieval"}
+
+
+class Asking:
+    """An engine with prefix caching, and what its answers should be."""
+
+    def __init__(self, engine: Engine, twin: Any) -> None:
+        self.engine = engine
+        self.reference = Reference(twin, engine.shares, snapkv, always=33, block=BLOCK)
+
+    def __call__(
+        self, ids: list[int], boundary: int, n: int = 8, **extra: Any
+    ) -> tuple[list[int], int]:
+        """Return the answer, and how many tokens of the prompt were cached."""
+        options: Any = {"extra_args": extra} if extra else {}
+        request = [{"prompt_token_ids": ids}]
+        (done,) = self.engine.llm.generate(request, sampling(n, **options), use_tqdm=False)
+        found = list(done.outputs[0].token_ids)
+        assert found == self.reference.generate(ids, n, boundary)
+        return found, done.num_cached_tokens
+
+
+@pytest.fixture(scope="module")
+def engine(start: Any) -> Any:
+    with start(SNAPKV, enable_prefix_caching=True) as engine:
+        yield engine
+
+
+@pytest.fixture
+def ask(engine: Engine, twin: Any) -> Any:
+    assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
+    yield Asking(engine, twin)
+    assert engine.all_free
+    index = engine.pool.mmkv
+    assert not any((index.boundaries, index.hits, index.reading))
+    assert not any(batch.seen.values())
+
+
+def last(ids: list[int]) -> int:
+    """Return the start of a prompt's last block."""
+    return (len(ids) - 1) // BLOCK * BLOCK
+
+
+def test_later_questions_on_a_document_read_what_is_new(ask: Any) -> None:
+    document, *questions = prompts(470, 20, 43, 57, seed=5)
+    first, second, third = (document + x for x in questions)
+    assert ask(first, last(first))[1] == 0
+    assert ask(second, 448)[1] == 0  # it is compressed where it leaves the first
+    assert ask(third, 448)[1] == 448
+    assert ask(first, last(first))[1] == 480
+
+
+def test_a_named_prefix_serves_the_second_question(ask: Any) -> None:
+    document, *questions = prompts(490, 20, 33, seed=6)
+    assert ask(document + questions[0], 480, mmkv_prefix=490)[1] == 0
+    assert ask(document + questions[1], 480)[1] == 480
+
+
+@pytest.mark.parametrize("given", ["much", -3, 5, True, 10**6])
+def test_a_senseless_prefix_changes_nothing(ask: Any, given: Any) -> None:
+    (ids,) = prompts(300, seed=7)
+    assert ask(ids, last(ids), mmkv_prefix=given)[1] == 0
+
+
+def test_turns_of_a_chat_read_what_is_new(ask: Any) -> None:
+    chat, *turns = prompts(400, 30, 40, seed=8)
+    boundary, cached = last(chat), []
+    for turn in (*turns, []):
+        reply, hit = ask(chat, boundary)
+        cached.append(hit)
+        chat = chat + reply + turn
+    assert cached == [0, 384, 416]
+
+
+def test_a_chat_that_has_grown_is_compressed_again(ask: Any) -> None:
+    chat, more = prompts(200, 400, seed=9)
+    reply, _ = ask(chat, last(chat))
+    chat = chat + reply + more
+    # What is behind a boundary stays whole: here that would be most of the prompt.
+    assert ask(chat, last(chat))[1] == 0
+
+
+def parts(ask: Any) -> list[Any]:
+    """Return the blocks that hold compressed prefixes, those of one group next to each other."""
+    found = [b for b in ask.engine.pool.blocks if b.block_hash and b"state" in b.block_hash]
+    return sorted(found, key=lambda b: (b.block_hash[-4:], b.block_hash))
+
+
+def test_a_prefix_whose_blocks_were_taken_is_read_again(ask: Any) -> None:
+    (ids,) = prompts(300, seed=10)
+    assert ask(ids, last(ids))[1] == 0
+    assert ask(ids, last(ids))[1] == 288
+    ask.engine.pool.evict_blocks({parts(ask)[-1].block_id})
+    assert ask(ids, last(ids))[1] == 0
+    assert ask(ids, last(ids))[1] == 288
+
+
+def test_parts_of_two_states_are_never_found_together(ask: Any) -> None:
+    (ids,) = prompts(300, seed=16)
+    assert ask(ids, last(ids))[1] == 0
+    before = parts(ask)
+    # A request that may not use the cache compresses the same prefix once more.
+    options = sampling(2, prompt_logprobs=1)
+    ask.engine.llm.generate([{"prompt_token_ids": ids}], options, use_tqdm=False)
+    assert parts(ask) == before
+    group = [b for b in before if b.block_hash[-4:] == before[0].block_hash[-4:]]
+    assert len(group) > 1
+    ask.engine.pool.evict_blocks({group[0].block_id})
+    assert ask(ids, last(ids))[1] == 0
+
+
+def test_salts_are_apart(ask: Any) -> None:
+    (ids,) = prompts(300, seed=11)
+    requests = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "b", "a")]
+    cached = [
+        ask.engine.llm.generate([x], sampling(2), use_tqdm=False)[0].num_cached_tokens
+        for x in requests
+    ]
+    assert cached == [0, 0, 288]
+
+
+def test_samples_of_one_prompt_read_it_once(ask: Any, monkeypatch: Any) -> None:
+    (ids,) = prompts(300, seed=12)
+    schedule, read = ask.engine.scheduler.schedule, list[int]()
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        read.append(output.total_num_scheduled_tokens)
+        return output
+
+    monkeypatch.setattr(ask.engine.scheduler, "schedule", counting)
+    options = sampling(4, n=4, temperature=1.0)
+    request = [{"prompt_token_ids": ids}]
+    (done,) = ask.engine.llm.generate(request, options, use_tqdm=False)
+    assert len(done.outputs) == 4
+    assert sum(read) == 300 + 3 * (300 - 288) + 4 * 3
+
+
+def test_questions_at_once_read_the_document_once(ask: Any) -> None:
+    document, *questions = prompts(480, 20, 33, 47, 12, seed=13)
+    ids = [document + x for x in questions]
+    options = sampling(6, extra_args={"mmkv_prefix": 480})
+    requests = [{"prompt_token_ids": x} for x in ids]
+    done = ask.engine.llm.generate(requests, options, use_tqdm=False)
+    assert [x.num_cached_tokens for x in done] == [0, 480, 480, 480]
+    found = [list(x.outputs[0].token_ids) for x in done]
+    assert found == [ask.reference.generate(x, 6, 480) for x in ids]
+
+
+def test_a_request_is_not_kept_waiting_by_one_that_was_aborted(ask: Any) -> None:
+    document, *questions = prompts(480, 20, 33, seed=14)
+    requests = ask.engine.llm.llm_engine
+    for i, x in enumerate(questions):
+        options = sampling(4, extra_args={"mmkv_prefix": 480})
+        requests.add_request(f"r{i}", {"prompt_token_ids": document + x}, options)
+    requests.step()
+    assert len(ask.engine.scheduler.running) == 1  # the second one waits for the first
+    requests.abort_request(["r0"])
+    ended = [x.request_id for _ in range(12) for x in requests.step() if x.finished]
+    assert ended == ["r1"]
+
+
+def test_preempted_requests_keep_their_boundary(start: Any, twin: Any) -> None:
+    ids = prompts(150, 170, 190, 210, 230, 250, seed=15)
+    options: Any = {"kv_cache_memory_bytes": 2_400_000, "max_model_len": 400}
+    with start(SNAPKV, enable_prefix_caching=True, **options) as engine:
+        preempt, lives = engine.scheduler._preempt_request, dict[str, list[int]]()
+
+        def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
+            name = request.request_id.split("-")[0]
+            lives.setdefault(name, []).append(request.num_tokens - request.num_prompt_tokens)
+            return preempt(request, *args, **kwargs)
+
+        engine.scheduler._preempt_request = noting
+        found = engine.generate(ids, 90)
+        assert max(map(max, lives.values())) > 0
+        reference = Reference(twin, engine.shares, snapkv, always=33, block=BLOCK)
+        assert found == [reference.generate(x, 90, last(x)) for x in ids]
+        assert engine.all_free
