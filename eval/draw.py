@@ -135,14 +135,15 @@ def frontier(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
     """
     panels = max(len(_drawn(points)) for *_, points in sections)
     figure, axes = _panels(panels, len(sections))
-    policies = [str(name) for *_, points in sections for name in points["policy"].unique()]
-    style = styles(policies) | {FULL: {"color": _BLACK, "marker": "s", "markersize": 4.5}}
-    for row, (title, _, points) in enumerate(sections):
+    named = [(title, _with_lines(points)) for title, _, points in sections]
+    lines = [str(name) for _, points in named for name in points["line"].unique()]
+    style = styles(lines) | {FULL: {"color": _BLACK, "marker": "s", "markersize": 4.5}}
+    for row, (title, points) in enumerate(named):
         for axis in axes[row * panels + len(_drawn(points)) : (row + 1) * panels]:
             axis.set_visible(False)
         for axis, metric in zip(axes[row * panels :], _drawn(points), strict=False):
             top = 1.0 if metric in (*LOWER_IS_BETTER, "rouge") else 100.0
-            for name, group in points.groupby("policy", sort=False):
+            for name, group in points.groupby("line", sort=False):
                 line = group.sort_values("share")
                 axis.plot(100 * line["share"], top * line[metric], label=name, **style[str(name)])
             full = points[points["policy"] == FULL][metric]
@@ -154,6 +155,12 @@ def frontier(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
             below = "bytes held, % of the full cache's"
             _head(axis, title if axis is axes[row * panels] else "", below, LABELS[metric])
     return _finish(figure, "Quality against bytes")
+
+
+def _with_lines(points: Any) -> Any:
+    """Add the name of each point's line: its policy, and whether shares are of bytes."""
+    in_bytes = points["kept"].str.endswith(" of bytes") & (points["policy"] != FULL)
+    return points.assign(line=points["policy"] + in_bytes.map({True: ":memory", False: ""}))
 
 
 def _drawn(points: Any) -> list[str]:
