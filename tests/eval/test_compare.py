@@ -116,7 +116,7 @@ def test_runs_of_others_stand_beside_mine(tmp_path, folder):
     points = pd.read_csv(tmp_path / "all" / "runs.csv")
     assert list(points.groupby("model", sort=False).size()) == [5, 3]
     assert set(points["n"]) == {2}
-    assert "| **snapkv 10%** | 40.0 | 1 |" in (tmp_path / "all" / "runs.md").read_text()
+    assert "| **snapkv 10%** | 40.0 | 10.0 | 1 |" in (tmp_path / "all" / "runs.md").read_text()
 
 
 @pytest.mark.parametrize(
