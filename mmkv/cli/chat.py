@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from mmkv.chat import Loaded
+    from mmkv.demo.answer import Side
     from mmkv.demo.conversation import Conversation, Settings, Turn
+    from mmkv.report import CacheReport
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
@@ -82,6 +85,9 @@ def chat(
             "from it; if the file exists, answer from it without pictures.",
         ),
     ] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Print what every layer keeps, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Answer a question with the full and a compressed cache. Show what was kept."""
@@ -105,6 +111,7 @@ def chat(
     from mmkv import chat as talk
     from mmkv.demo.conversation import Settings
     from mmkv.registry import get_policy
+    from mmkv.report import CacheReport
 
     options = talk.parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
@@ -131,6 +138,7 @@ def chat(
         data, lines = _ask_context(context, loaded, question, pictures, settings)
     else:
         data, lines = _ask_both(loaded, question, pictures, paths, out, settings)
+        lines = [x for x in lines if layers or not isinstance(x[0], CacheReport)]
     if as_json:
         typer.echo(json.dumps(data, indent=2))
     for text, style in () if as_json else lines:
@@ -235,17 +243,36 @@ def _ask_both(
     }
     for key, answer in (("full", turn.full), ("compressed", turn.compressed)):
         name = "full cache" if key == "full" else f"{report.policy}, {report.size}"
-        held = of_bytes(answer.nbytes, answer.full_nbytes)
-        caption = f"{name}: {held} after {answer.tokens} tokens"
+        caption = f"{name}: {answer.tokens} tokens"
         if answer.tokens == settings.max_new_tokens:
             caption += ", the most that --max-new-tokens allows"
         lines += [("", None), (caption, "bold"), (f"  {answer.text}", None)]
         data[key] = {"answer": answer.text, "tokens": answer.tokens, "nbytes": answer.nbytes}
     data |= {"report": report.to_dict(), "png": list(map(str, written))}
-    lines += [("", None), (report, None), *((f"kept patches: {path}", None) for path in written)]
+    lines += [("", None), *((text, "bold") for text in verdict(turn.full, turn.compressed, report))]
+    lines += [*((note, "dim") for note in turn.notes), (report, None)]
+    lines += [(f"kept patches: {path}", None) for path in written]
     if knows := KNOWS.get(loaded.name):
         lines.append((f"({knows}; --model takes another)", "dim"))
     return data, lines
+
+
+def verdict(full: Side, compressed: Side, report: CacheReport) -> list[str]:
+    """Return lines that compare the answers, the caches' bytes and the times of a token."""
+    words, others = full.text.split(), compressed.text.split()
+    pairs = zip_longest(words, others)
+    part = next((i for i, (one, other) in enumerate(pairs) if one != other), None)
+    lines = ["same answer"]
+    if part is not None:
+        ends = " / ".join(" ".join(x[part : part + 5]) or "(end)" for x in (words, others))
+        lines = [f"the answers part after {part} of {len(words)} words: {ends}"]
+    if report.prompt_fraction == 1 and report.kv_dtype is None:
+        lines.append("the prompt is so short that all of it is kept: there is nothing to gain")
+    else:
+        lines.append(f"cache: {of_bytes(compressed.nbytes, full.nbytes)}")
+    if full.rate and compressed.rate:
+        lines.append(f"{1000 / full.rate:.0f} to {1000 / compressed.rate:.0f} ms a token")
+    return lines
 
 
 def _ask_context(

@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, and one line with exit code 2 for bad input."""
 
 import copy
+import dataclasses
 import errno
 import io
 import json
@@ -26,6 +27,8 @@ from mmkv import chat, names, parts, registry, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
 from mmkv.cache import quantize
 from mmkv.cli import commands
+from mmkv.cli.chat import verdict
+from mmkv.demo.answer import Side
 from mmkv.demo.conversation import Conversation
 from mmkv.eval.speed import bench, models
 from mmkv.eval.speed import cli as speed
@@ -71,7 +74,10 @@ class TestChat:
     def test_shows_answers_and_bytes_per_layer_and_writes_a_png(
         self, capsys, picture, tmp_path, builtin
     ):
-        out, err, code = run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
+        words = ("chat", picture, QUESTION, "--budget", 0.2, "--out", tmp_path, *SHORT)
+        out, err, code = run(capsys, *words)
+        assert (code, "kept per head" in out) == (0, False)
+        out, err, code = run(capsys, *words, "--layers")
         assert (code, err) == (0, "")
         (png,) = tmp_path.iterdir()
         for text in (
@@ -112,11 +118,12 @@ class TestChat:
     @pytest.mark.slow
     def test_a_context_is_of_a_picture_and_of_one_wrap(self, capsys, picture, tmp_path):
         path = tmp_path / "scene"
-        out, _, code = run(capsys, "chat", picture, QUESTION, "--context", path, *SHORT)
+        fifth = ("--budget", 0.2, *SHORT)
+        out, _, code = run(capsys, "chat", picture, QUESTION, "--context", path, *fifth)
         assert (code, path.exists()) == (0, True)
         assert f"read into {path}, stored in" in out
         assert (
-            f"from {path}, stored in" in run(capsys, "chat", "What?", "--context", path, *SHORT)[0]
+            f"from {path}, stored in" in run(capsys, "chat", "What?", "--context", path, *fifth)[0]
         )
         assert f"leave {picture} out" in complaint(capsys, "chat", picture, "x", "--context", path)
         none = complaint(capsys, "chat", "x", "--context", tmp_path / "none")
@@ -455,15 +462,35 @@ class Mine(mmkv.Policy):
 @pytest.mark.usefixtures("load")
 def test_a_share_of_bytes_sets_tokens_and_type(ask, capsys):
     report = ask("--memory", "8x")["report"]
-    assert (report["size"], report["kv_dtype"]) == ("memory 12.5%", "int4")
+    assert report["size"] == "memory 12.5%"
+    assert report["kv_dtype"] in ("int4", "int8")
     out, _, code = run(capsys, "chat", LONG, *SHORT, "--memory", "8x")
     assert code == 0
-    assert re.search(r"condense, memory 12.5%: [\d.]+ of [\d.]+ MiB \([\d.]+%\) after", out)
+    assert "condense, memory 12.5%: 4 tokens" in out
+    assert re.search(r"\ncache: [\d.]+ of [\d.]+ MiB \([\d.]+%\)\n", out)
 
 
 def test_a_plan_in_bytes(capsys):
     out, _, code = run(capsys, "plan", "llama-8b-random", "--memory", "16x")
     assert (code, "int4" in out) == (0, True)
+
+
+def test_a_verdict_says_where_answers_part_and_what_is_gained(text_model):
+    with mmkv.wrapped(text_model, "snapkv", 0.3, least=40), torch.no_grad():
+        some, whole = (
+            text_model(**make_inputs("llama", (n,)), use_cache=True).past_key_values.report()
+            for n in (90, 30)
+        )
+    full = Side("a red ring on the left", 6, rate=25.0, nbytes=4096, full_nbytes=4096)
+    same = dataclasses.replace(full, nbytes=1024, rate=40.0)
+    assert verdict(full, same, some) == [
+        "same answer", "cache: 1.0 of 4.0 KiB (25%)", "40 to 25 ms a token",
+    ]  # fmt: skip
+    other = dataclasses.replace(same, text="a red box", rate=None)
+    assert verdict(full, other, whole) == [
+        "the answers part after 2 of 6 words: ring on the left / box",
+        "the prompt is so short that all of it is kept: there is nothing to gain",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -570,7 +597,7 @@ class TestExtras:
         ):
             monkeypatch.setitem(sys.modules, module, None)
         out, err, code = run(capsys, "chat", picture, QUESTION, "--out", tmp_path, *SHORT)
-        assert (code, "KiB after" in out) == (0, True)
+        assert (code, "\nfull cache: " in out) == (0, True)
         said = "mmkv: no picture written: that needs matplotlib: pip install 'mmkv[plot]'\n"
         assert (err, list(tmp_path.iterdir())) == (said, [])
         monkeypatch.setattr(sys, "stdin", io.StringIO(f"/image {picture}\n{QUESTION}\n"))
