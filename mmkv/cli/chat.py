@@ -270,7 +270,8 @@ def verdict(full: Side, compressed: Side, report: CacheReport) -> list[str]:
         lines.append("the prompt is so short that all of it is kept: there is nothing to gain")
     else:
         lines.append(f"cache: {of_bytes(compressed.nbytes, full.nbytes)}")
-    if full.rate and compressed.rate:
+    # The first tokens of a few would time the setup.
+    if full.rate and compressed.rate and min(full.tokens, compressed.tokens) >= 32:
         lines.append(f"{1000 / full.rate:.0f} to {1000 / compressed.rate:.0f} ms a token")
     return lines
 

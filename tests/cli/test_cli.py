@@ -481,11 +481,12 @@ def test_a_verdict_says_where_answers_part_and_what_is_gained(text_model):
             text_model(**make_inputs("llama", (n,)), use_cache=True).past_key_values.report()
             for n in (90, 30)
         )
-    full = Side("a red ring on the left", 6, rate=25.0, nbytes=4096, full_nbytes=4096)
+    full = Side("a red ring on the left", 32, rate=25.0, nbytes=4096, full_nbytes=4096)
     same = dataclasses.replace(full, nbytes=1024, rate=40.0)
     assert verdict(full, same, some) == [
         "same answer", "cache: 1.0 of 4.0 KiB (25%)", "40 to 25 ms a token",
     ]  # fmt: skip
+    assert len(verdict(full, dataclasses.replace(same, tokens=31), some)) == 2
     other = dataclasses.replace(same, text="a red box", rate=None)
     assert verdict(full, other, whole) == [
         "the answers part after 2 of 6 words: ring on the left / box",
