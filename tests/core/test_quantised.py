@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 
+import numpy as np
 import pytest
 import rich
 import torch
@@ -19,8 +20,10 @@ from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
 from mmkv.cache import quantize
-from mmkv.cache.padded_blocks import attend
+from mmkv.cache.layer import KeptKV
+from mmkv.cache.padded_blocks import PaddedBlock, attend
 from mmkv.cache.quantize import BITS, QuantizedKV
+from mmkv.parts.slots import GrowingSlots
 
 NEW = 52  # the window is full after 48, and its oldest tokens are written as codes
 ROWS = (56, 29, 41)
@@ -300,6 +303,28 @@ def test_codes_are_attended_to_as_the_numbers_they_are_read_as(
         turned = query @ held.rotation
         found = [attend(turned[r], k, v, None, **options) for r, k, v in parts]
         torch.testing.assert_close(torch.cat(found), expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_a_step_attends_to_the_pairs_that_are_read(kv_dtype, softcap):
+    """Keys have a common part, which a bound of the logits sees."""
+    pairs = [x[:, 6:] for x in some_pairs(16, 16, torch.float64)]
+    held = stored([x + 3.0 for x in pairs], kv_dtype, start=24).grown(8)
+    positions = torch.arange(32).expand(4, -1).masked_fill(torch.arange(32) >= 24, -1)
+    schedule = GrowingSlots(counts=np.full(4, 24))
+    block = PaddedBlock(np.arange(4), held, positions.int(), None, schedule)
+    layer, g = KeptKV([block], 2, 2, [24, 24]), torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(2, n, 1, 16, generator=g, dtype=torch.float64) for n in (4, 2, 2)
+    )
+    options = {"scale": 0.2, "softcap": softcap}
+    out = layer.attend(query, key, value, 25, **options)
+    keys, values = (x[:, :25] for x in block.stored.read())
+    assert float(keys[:, :24].mean()) == pytest.approx(3.0, abs=0.2)
+    torch.testing.assert_close(keys[:, 24].view(2, 2, 16), key[:, :, 0])
+    expected = attend(query.view(4, 2, 16), keys, values, None, **options)
+    torch.testing.assert_close(out.transpose(1, 2).reshape(4, 2, 16), expected)
 
 
 @pytest.mark.parametrize("D", [1, 15, 16, 80, 96, 128])
