@@ -145,7 +145,8 @@ def frontier(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
             top = 1.0 if metric in (*LOWER_IS_BETTER, "rouge") else 100.0
             for name, group in points.groupby("line", sort=False):
                 line = group.sort_values("share")
-                axis.plot(100 * line["share"], top * line[metric], label=name, **style[str(name)])
+                look: Any = style[str(name)]
+                axis.plot(100 * line["share"], top * line[metric], label=name, **look)
             full = points[points["policy"] == FULL][metric]
             if len(full) and metric not in LOWER_IS_BETTER:
                 axis.axhline(top * full.iloc[0], color=_BLACK, lw=1, ls=":", zorder=0)

@@ -130,7 +130,6 @@ class Report:
         self.policies = [p for p in self.settings["policies"] if p != FULL] or [FULL]
         self.every = list(dict.fromkeys([FULL, *self.policies]))
         all_keep_all = all(map(_keeps_all, self.policies))
-        self.size_of = Memory if self.settings.get("memory") else lambda x: x
         budgets = map(self.size_of, self.settings["budgets"])
         self.budgets: list[float | int] = [1.0] if all_keep_all else [*budgets]
         columns = ["policy", "task", "tags", "error", "divergences", *_NUMBERS]
@@ -147,6 +146,10 @@ class Report:
         self.summaries["tag"] = summarise(tagged, [*keys, "tag"])
         # The metrics in the cells of the main table.
         self.shown = [m for m in METRICS if self.summaries[""][m].notna().any()]
+
+    def size_of(self, budget: float | int) -> float | int:
+        """Return a row's budget, or share of bytes if the run's are."""
+        return Memory(budget) if self.settings.get("memory") else budget
 
     @property
     def curves(self) -> list[str]:

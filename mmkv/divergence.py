@@ -92,13 +92,13 @@ def check(
         raise ValueError(f"options {sorted(policy_options)} beside a Policy: give them to it")
     if memory is not None and budgets is not None:
         raise ValueError(f"memory={memory!r} stands in place of budgets={budgets!r}: give one")
-    budgets = BUDGETS if budgets is None else budgets
-    budgets = [sizes.number(x) for x in budgets] if memory is None else [*map(Memory.of, memory)]
+    shares: list[float | int] = [*map(Memory.of, memory or ())]
+    kept = shares or [sizes.number(x) for x in (BUDGETS if budgets is None else budgets)]
     chosen = get_policy(policy, **policy_options) if isinstance(policy, str) else policy
-    check_arguments(chosen, budgets, within, max_new_tokens)
+    check_arguments(chosen, kept, within, max_new_tokens)
     samples = [checked_inputs(x, i, "check") for i, x in enumerate(inputs)]
     check_prompts(model, samples, max_new_tokens)
-    settings = settings_of(model, chosen, budgets, profile=profile, kv_dtype=kv_dtype)
+    settings = settings_of(model, chosen, kept, profile=profile, kv_dtype=kv_dtype)
     rows = chain.from_iterable(measured(model, samples, settings, max_new_tokens))
     return summed_up(rows, within)
 
@@ -341,9 +341,9 @@ def summed_up(rows: Iterable[Row], within: float) -> CheckReport:
     """Return the report on rows of `measured`, in which the policy's come first."""
     by_cache: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        if row.get("memory"):
-            row = row | {"budget": Memory(row["budget"])}
-        by_cache.setdefault((row["policy"], sizes.named(row["budget"])), []).append(row)
+        budget = Memory(row["budget"]) if row.get("memory") else row["budget"]
+        key = str(row["policy"]), sizes.named(budget)
+        by_cache.setdefault(key, []).append({**row, "budget": budget})
     caches, notes = [_over_prompts(x) for x in by_cache.values()], list[str]()
     first_cache = next(iter(by_cache.values()))
     full_nbytes = round(sum(x["full_nbytes"] for x in first_cache) / len(first_cache))

@@ -248,8 +248,8 @@ def plan_command(
     Times are lower bounds by a card's published speed; real ones are longer. Only the config is
     read, no weights.
     """
-    size = options.size_of(budget, memory, kv_dtype)
-    size = DEFAULT if size is None else size
+    given = options.size_of(budget, memory, kv_dtype)
+    size: float | int = DEFAULT if given is None else given
 
     import torch
 
@@ -264,17 +264,16 @@ def plan_command(
     chosen = get_policy(policy, **parse_options(policy, option or []))
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
-    if prompt is None:
-        limit = getattr(net.config.get_text_config(), "max_position_embeddings", None) or 4096
-        prompt = max(1, min(4096, limit - new))
-    _warn_beyond(net, prompt + new)
+    limit: int = getattr(net.config.get_text_config(), "max_position_embeddings", None) or 4096
+    length = prompt or max(1, min(4096, limit - new))
+    _warn_beyond(net, length + new)
     if profile is not None or memory is not None:
         config, _ = planned(net, adapters.find(net), chosen, size, profile=profile)
         chosen = config.policy
-    if memory is not None:
-        size, kv_dtype = config.budget, config.kv_dtype
+        if memory is not None and config.budget is not None:
+            size, kv_dtype = config.budget, config.kv_dtype
     sizes = Sizes.of(net)
-    load, card = Load(batch=batch, prompt=prompt, new=new), CARDS[gpu]
+    load, card = Load(batch=batch, prompt=length, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))
     smaller = plan(sizes, load, card, chosen, size, kv_dtype)
     name = " ".join(filter(None, (policy, budget or f"{size:.3g}", kv_dtype)))
@@ -282,6 +281,6 @@ def plan_command(
     rows = [(label, [*figures.values()]) for label, figures in cells.items()]
     title = (
         f"{model}, {sizes.weights / 1e9:.1f} GB of weights in {dtype}; {gpu}, "
-        f"{card.memory / 1e9:.0f} GB; {batch} x ({prompt:,} + {new:,}) tokens. Least times."
+        f"{card.memory / 1e9:.0f} GB; {batch} x ({length:,} + {new:,}) tokens. Least times."
     )
     console().print(Table("", [*cells[name]], rows, title))

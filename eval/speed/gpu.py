@@ -62,12 +62,13 @@ class Bench:
     def timed(self, call: Callable[[], object], times: int) -> float:
         """Return the mean seconds of a call, the device synchronised before and after all."""
         call()
-        start = self._now()
+        start = self.now()
         for _ in range(times):
             call()
-        return (self._now() - start) / times
+        return (self.now() - start) / times
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Return the time in seconds, after all work of the device."""
         import torch
 
         if not self.tiny:
@@ -129,7 +130,7 @@ def kernels(bench: Bench) -> None:
                 try:
                     start = time.perf_counter()
                     call()
-                    first = bench._now() - start
+                    first = bench.now() - start
                     us = 1e6 * (bench.timed(call, 3) if bench.tiny else _graphed(call))
                 except RuntimeError as error:
                     bench.put("kernels", **about, error=str(error).splitlines()[0][:120])

@@ -39,17 +39,15 @@ def for_heads(plan: CacheConfig) -> CacheConfig:
     """
     if plan.memory is None or plan.memory.whole:
         return plan
-    plan = replace(plan, memory=replace(plan.memory, empty=0.0))
+    memory = replace(plan.memory, empty=0.0)
     while True:
-        assert plan.memory is not None
-        plan = replace(plan, budget=plan.memory.budget())
-        tokens = plan.memory.budget() * USUAL
+        plan = replace(plan, memory=memory, budget=memory.budget())
         empty = empty_slots(plan, USUAL)
-        share = SLACK if empty is None else empty / tokens
-        if share <= plan.memory.empty:
+        share = SLACK if empty is None else empty / (memory.budget() * USUAL)
+        if share <= memory.empty:
             return plan
         margin = 0.0 if empty is None else 0.002
-        plan = replace(plan, memory=replace(plan.memory, empty=share + margin))
+        memory = replace(memory, empty=share + margin)
 
 
 def empty_slots(plan: CacheConfig, length: int) -> float | None:
@@ -66,14 +64,14 @@ def empty_slots(plan: CacheConfig, length: int) -> float | None:
     n_layers, floor = len(heads.layers), min(length, policy.window_size + policy.sinks)
     total = max(plan.total_kept(n_layers, length), n_layers * floor)
     rows = SizeInputs(totals=[total], lengths=[length], floors=[floor], n_layers=n_layers)
-    slots, n_kept, H = 0, 0, 1
+    slots, n_kept, n_heads = 0, 0, 1
     sizes = fit(policy.layers(rows)[0], total, floor=floor, max_size=length)
     for i, size in enumerate(sizes):
         mean, most = size - floor, length - floor
         targets = heads.target_sizes(i, mean, most)
-        H = len(targets)
+        n_heads = len(targets)
         least = min(heads.least, mean)
-        counts = floor + np.array(fit(targets, H * mean, floor=least, max_size=most))
+        counts = floor + np.array(fit(targets, n_heads * mean, floor=least, max_size=most))
         slots += sum(len(x) * int(counts[x].max()) for x in group_rows(counts))
         n_kept += int(counts.sum())
-    return (slots - n_kept) / (n_layers * H)
+    return (slots - n_kept) / (n_layers * n_heads)

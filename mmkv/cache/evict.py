@@ -115,9 +115,8 @@ def evict(
     if kept.slot is not None and kept.weights is not None:
         leaders = kept_positions.masked_fill(kept.weights < 2, -1)
         group_index = _leaders(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
-    if plan.kv_dtype is not None:
-        start = prompt.valid.shape[1] - min(n_newest, NEWEST)
-        means = None if prompt_kv.means is None else prompt_kv.means.flatten(0, 1)
+    start = prompt.valid.shape[1] - min(n_newest, NEWEST)
+    means = None if prompt_kv.means is None else prompt_kv.means.flatten(0, 1)
     blocks: list[PaddedBlock] = []
     behind = prompt.behind if numbered and plan.inv_freq is not None else None
     errors = torch.zeros(B * H, 2, 2, device=keys.device)
@@ -128,12 +127,13 @@ def evict(
         index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
         block_tokens = pad(tokens[index, :width], padding, value=-1)
         block_positions = pad(slot_positions[index, :width], padding, value=-1)
-        pair = [gathered(x, index[:, None], block_tokens) for x in (keys, values)]
-        stored = PlainKV(*pair)
+        pair = tuple(gathered(x, index[:, None], block_tokens) for x in (keys, values))
+        stored: PlainKV | QuantizedKV = PlainKV(pair[0], pair[1])
         if plan.kv_dtype is not None:
             filled = block_positions >= 0
             stored = QuantizedKV.of(
-                *pair,
+                pair[0],
+                pair[1],
                 filled,
                 _exact_slots(block_positions, width, max(1, policy.sinks), start, n_newest > 0),
                 mean=None if means is None else means[index],

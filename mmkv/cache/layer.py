@@ -69,13 +69,13 @@ class KeptKV:
             weights = token_numbers(positions, group_index)
         stored = [b.stored for b in self.blocks]
         if isinstance(stored[0], QuantizedKV):
-            means = self._joined([x.mean for x in stored], 0)
+            means = self._joined([x.mean for x in stored if isinstance(x, QuantizedKV)], 0)
             means = means.unflatten(0, (self.batch, self.heads))
             # A row that has not begun has no mean yet.
             means = means.masked_fill((positions < 0).all(-1)[..., None, None], torch.nan)
-        pairs = map(by_age, zip(*(x.read() for x in stored), strict=True))
+        keys, values = map(by_age, zip(*(x.read() for x in stored), strict=True))
         more: Any = {"weights": weights, "bias": bias, "group_index": group_index, "means": means}
-        return PromptKV(*pairs, positions, scores, **more, evicted=True)
+        return PromptKV(keys, values, positions, scores, **more, evicted=True)
 
     def _joined(self, parts: Sequence[Tensor], fill: float) -> Tensor:
         """Join a tensor [R, S, ...] of each block in one tensor [B * H, U, ...]."""

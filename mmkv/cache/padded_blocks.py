@@ -269,7 +269,7 @@ class PaddedBlock:
                 if not query.requires_grad:
                     out.append(mixed(self.weights[rows], values))
                     continue
-            if fast:
+            if fast and isinstance(keys, Tensor) and isinstance(values, Tensor):
                 slot = torch.arange(1, width + 1, device=query.device, dtype=torch.int32)
                 used = (slot * (self.positions[:, :width] >= 0)).amax(-1)
                 out.append(varlen.varlen_attend(query, keys, values, used, seen, scale))
@@ -382,17 +382,13 @@ def attend(
     """
     if visible is not None and (q := visible.shape[1]) not in (1, query.shape[1]):
         visible = visible.repeat(1, query.shape[1] // q, 1)  # for each head of the group
-    plain = softcap is None and isinstance(keys, Tensor) and isinstance(values, Tensor)
-    if plain and query.is_cuda:
+    if softcap is None and isinstance(keys, Tensor) and isinstance(values, Tensor):
+        rows = query[:, None], keys[:, None], values[:, None]
+        if not query.is_cuda:
+            mask = None if visible is None else visible[:, None]
+            return scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale)[:, 0]
         if visible is None and flash_takes(query):
-            rows = (x[:, None] for x in (query, keys, values))
             return aten._scaled_dot_product_flash_attention(*rows, scale=scale)[0][:, 0]
-    elif plain:
-        mask = None if visible is None else visible[:, None]
-        out = scaled_dot_product_attention(
-            query[:, None], keys[:, None], values[:, None], attn_mask=mask, scale=scale
-        )
-        return out[:, 0]
     logits = products(query, keys, scale)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:

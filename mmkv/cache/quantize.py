@@ -347,7 +347,8 @@ def rotation(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> Tenso
     size, signs = D & -D, random.Random(0)
     number = torch.arange(size)
     shared_bits = number[:, None] & number
-    parity = sum((shared_bits >> i) & 1 for i in range(size.bit_length())) % 2
+    ones = torch.stack([(shared_bits >> i) & 1 for i in range(size.bit_length())])
+    parity = ones.sum(0) % 2
     hadamard = (1.0 - 2.0 * parity.double()) / math.sqrt(size)
     with torch.inference_mode(False):
         matrix = torch.block_diag(*[hadamard] * (D // size))
