@@ -12,6 +12,7 @@ import typer
 
 from mmkv import budgets
 from mmkv.loading.names import SMOLLM2, SMOLLM2_VISION, file_of
+from mmkv.memory import Memory
 from mmkv.options import PairsOption, PolicyName, checked
 from mmkv.terminal import show_errors, tell
 
@@ -33,11 +34,18 @@ def serve(
     model: ModelArgument,
     policy: PolicyName = "condense",
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
-            callback=checked(budgets.parse), help="Share of each prompt to keep: 0.2 or 20%."
+            callback=checked(budgets.parse),
+            help="Share of each prompt to keep: 0.2 or 20%. [default: 0.2]",
         ),
-    ] = "0.2",
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            callback=checked(Memory.of), help="In its place the share of bytes: 12.5% or 8x."
+        ),
+    ] = None,
     option: PairsOption = None,
 ) -> None:
     """Serve a model by vLLM with compressed caches. All other options are those of vllm serve."""
@@ -48,7 +56,10 @@ def serve(
     from mmkv.vllm import options, probes
 
     given = {**chat.parse_options(policy, option or []), "policy": policy}
-    given["budget"] = budgets.parse(budget)
+    if memory is not None:
+        given["memory"] = memory
+    if budget is not None or memory is None:
+        given["budget"] = budgets.DEFAULT if budget is None else budgets.parse(budget)
     chosen, _ = options.parsed(given)
     path = models.find(model).path
     if chosen.heads.name == "retrieval" and not probes.path_of(path).is_file():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmkv import adapters, budgets
+from mmkv.memory import Memory
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
 from mmkv.registry import get_policy, load_plugin
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 VERSIONS = ("0.32.",)
 # Decoders whose queries, keys and positions are those that a policy expects.
 _DECODERS = ("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")
-_OWN = ("budget", "policy", "probe", "plugins")
+_OWN = ("budget", "memory", "policy", "probe", "plugins")
 
 
 def supported() -> bool:
@@ -73,9 +74,14 @@ def parsed(given: Any) -> tuple[Policy, float]:
         raise ValueError(f"mmkv: policy={name!r}: expected a name, see `mmkv policies`")
     policy = get_policy(name, **{k: v for k, v in given.items() if k not in _OWN})
     _check_policy(policy)
-    if "budget" not in given:
-        raise ValueError("mmkv: budget is missing: give the share to keep, such as 'budget': 0.2")
-    budget = budgets.checked(policy, given["budget"])
+    if ("budget" in given) == ("memory" in given):
+        raise ValueError(
+            "mmkv: give one of 'budget', the share of a prompt's tokens to keep, such as 0.2, and "
+            "'memory', that of its bytes, such as '8x'"
+        )
+    # Kept pairs are in the model's type here, so a share of bytes is one of tokens.
+    share = given["budget"] if "budget" in given else float(Memory.of(given["memory"]))
+    budget = budgets.checked(policy, share)
     if not isinstance(budget, float):
         raise ValueError(
             f"mmkv: budget={budget}: in vLLM a budget is a share of the prompt, such as 0.2"

@@ -325,20 +325,28 @@ def test_a_port_in_use_names_the_option(capsys, monkeypatch):
     assert "--host 192.0.2.1" in complaint(capsys, "demo", "--port", 0, "--host", "192.0.2.1")
 
 
-def test_serve_runs_vllm_with_the_plugins_options(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("size", "named"),
+    [
+        (("--budget", "25%"), {"budget": 0.25}),
+        (("--memory", "8x"), {"memory": "8x"}),
+        ((), {"budget": 0.2}),
+    ],
+)
+def test_serve_runs_vllm_with_the_plugins_options(capsys, monkeypatch, size, named):
     """All options but its own are vLLM's, whatever their order."""
     given: list[str] = []
     monkeypatch.setattr("mmkv.cli.serve.find_spec", lambda name: object())
     monkeypatch.setattr("os.execv", lambda path, words: given.extend((path, *words)))
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     words = ("--port", 0, "--policy", "snapkv", "--option", "window=8", "--max-num-seqs", 4)
-    assert run(capsys, "serve", "some/model", "--budget", "25%", *words) == ("", "", 0)
+    assert run(capsys, "serve", "some/model", *size, *words) == ("", "", 0)
     python, again, *rest = given
     assert (python, again) == (sys.executable, sys.executable)
     assert rest[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", "some/model"]
     assert rest[4] == "--additional-config"
-    options = {"policy": "snapkv", "budget": 0.25, "window": 8}
-    assert json.loads(rest[5]) == {"mmkv": options}
+    options = {"policy": "snapkv", "window": 8}
+    assert json.loads(rest[5]) == {"mmkv": options | named}
     assert rest[6:] == ["--port", "0", "--max-num-seqs", "4"]
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
@@ -362,6 +370,7 @@ def test_serve_measures_heads_that_have_not_been(monkeypatch):
     [
         ((), "pip install 'vllm==0.32.*'"),
         (("--budget", 200), "a share of the prompt"),
+        (("--budget", 0.2, "--memory", "8x"), "give one of 'budget'"),
         (("--policy", "kvzip"), "reads a prompt twice"),
         (("--policy", "snapkv", "--option", "windw=3"), "Did you mean 'window'?"),
     ],

@@ -20,7 +20,9 @@ from mmkv.vllm.settings import Sizes
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "budget is missing"),
+        ({}, "give one of 'budget'"),
+        ({"budget": 0.2, "memory": "8x"}, "give one of 'budget'"),
+        ({"memory": "0x"}, "memory='0x'"),
         (0.2, "expected options"),
         ({"budget": 2.0}, "budget=2.0: a float is the fraction kept"),
         ({"budget": 200}, "budget=200: in vLLM a budget is a share"),
@@ -47,6 +49,11 @@ def test_bad_options_are_refused_by_name(given: Any, message: str) -> None:
 )
 def test_policies_of_one_layer_are_accepted(policy: str) -> None:
     assert options.parsed({"budget": 0.2, "policy": policy})[0].name == policy
+
+
+@pytest.mark.parametrize("memory", ["8x", "12.5%", 0.125])
+def test_share_of_bytes_is_a_share_of_tokens(memory: Any) -> None:
+    assert options.parsed({"memory": memory})[1] == 0.125
 
 
 def created(folder: Path, mmkv: Any, **more: Any) -> Any:
