@@ -47,7 +47,7 @@ def test_two_turns_about_a_picture(loaded, terminal):
     for turn in conversation.turns:
         assert f"full cache: {turn.full.text.strip()}" in out
         assert f"adakv 0.3: {turn.compressed.text.strip()}" in out
-        assert f"{turn.compressed.nbytes / 1024:.1f} of" in out
+        assert f"{turn.compressed.nbytes / 2**20:.1f} of" in out
         said = f"{turn.compressed.kept:.1%} of the prompt kept, {turn.compressed.tokens} generated"
         assert said in out
         assert turn.compressed.kept == pytest.approx(0.3, abs=0.01)

@@ -37,8 +37,9 @@ class Outputs(TorchDispatchMode):
             if x.untyped_storage().data_ptr() not in before:  # views cost nothing
                 self.numel = max(self.numel, x.numel())
                 self.nbytes += x.untyped_storage().nbytes()
+        written = args[2] if "scatter_" in func._schema.name else args[0] if args else None
         if any(x in func._schema.name for x in ("copy_", "scatter_", "fill_")):
-            self.nbytes += args[0].numel() * args[0].element_size()
+            self.nbytes += written.numel() * args[0].element_size()
         return out
 
 
