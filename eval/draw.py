@@ -133,15 +133,16 @@ def frontier(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
     Bytes are a share of the full cache's in the model's own type. A line joins the budgets of a
     policy; the dotted line is the full cache.
     """
-    panels = max(len(_drawn(points)) for *_, points in sections)
+    drawn = [_drawn(points) for *_, points in sections]
+    panels = max(map(len, drawn))
     figure, axes = _panels(panels, len(sections))
     named = [(title, _with_lines(points)) for title, _, points in sections]
     lines = [str(name) for _, points in named for name in points["line"].unique()]
     style = styles(lines) | {FULL: {"color": _BLACK, "marker": "s", "markersize": 4.5}}
-    for row, (title, points) in enumerate(named):
-        for axis in axes[row * panels + len(_drawn(points)) : (row + 1) * panels]:
+    for row, ((title, points), metrics) in enumerate(zip(named, drawn, strict=True)):
+        for axis in axes[row * panels + len(metrics) : (row + 1) * panels]:
             axis.set_visible(False)
-        for axis, metric in zip(axes[row * panels :], _drawn(points), strict=False):
+        for axis, metric in zip(axes[row * panels :], metrics, strict=False):
             top = 1.0 if metric in (*LOWER_IS_BETTER, "rouge") else 100.0
             for name, group in points.groupby("line", sort=False):
                 line = group.sort_values("share")

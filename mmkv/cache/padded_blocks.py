@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mmkv.cache import varlen
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.plain import PlainKV
-from mmkv.cache.quantize import Coded, QuantizedKV, mixed, products
+from mmkv.cache.quantize import Coded, QuantizedKV, mixed, needs_gradient, products
 from mmkv.layer_inputs import closed, reposition
 from mmkv.parts.slots import SlotSchedule, spare
 
@@ -402,8 +402,8 @@ def attend(
 
 def flash_takes(query: Tensor) -> bool:
     """Return whether torch's flash attention computes these queries [R, Q, D] on CUDA."""
-    D, trains = query.shape[-1], torch.is_grad_enabled() and query.requires_grad
-    return query.dtype in (torch.float16, torch.bfloat16) and D % 8 == 0 and D <= 256 and not trains
+    D = query.shape[-1]
+    return query.itemsize == 2 and D % 8 == 0 and D <= 256 and not needs_gradient(query)
 
 
 def weigh(

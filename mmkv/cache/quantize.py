@@ -403,12 +403,16 @@ def _quantised(pairs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes, ranges.flatten(-2)
 
 
+def needs_gradient(query: Tensor) -> bool:
+    """Return whether a gradient is to flow through the queries, as some kernels have none."""
+    return torch.is_grad_enabled() and query.requires_grad
+
+
 def products(query: Tensor, keys: Tensor | Coded, scale: float) -> Tensor:
     """Return the logits [R, Q, S] of queries [R, Q, D]; in float32 or wider on CUDA."""
     if isinstance(keys, Coded):
         return keys.products(query * scale)
-    trains = torch.is_grad_enabled() and query.requires_grad
-    if query.is_cuda and query.itemsize == 2 and not trains:
+    if query.is_cuda and query.itemsize == 2 and not needs_gradient(query):
         return torch.bmm(query, keys.mT, out_dtype=torch.float32).mul_(scale)
     return (query * scale) @ keys.mT
 
