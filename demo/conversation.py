@@ -19,7 +19,7 @@ from PIL import Image
 
 from mmkv import chat
 from mmkv.budgets import DEFAULT, named, number
-from mmkv.cache import quantize
+from mmkv.cache import codes
 from mmkv.loading import untrusted
 from mmkv.memory import Memory
 from mmkv.registry import get_policy
@@ -63,7 +63,7 @@ class Settings:
         Raises:
             ValueError: unknown policy or type, wrong option, or budget out of range.
         """
-        quantize.check(self.kv_dtype)
+        codes.check(self.kv_dtype)
         policy = get_policy(self.policy, **self.options)
         if isinstance(self.budget, Memory):
             return policy, self.budget

@@ -21,7 +21,7 @@ from PIL import Image
 from mmkv import chat
 from mmkv.budgets import DEFAULT
 from mmkv.builtin import example_pictures
-from mmkv.cache import quantize
+from mmkv.cache import codes
 from mmkv.memory import Memory
 from mmkv.registry import list_policies, option_types, policy_class
 
@@ -197,7 +197,7 @@ def build(models: Models) -> gr.Blocks:
                     info = "0 is greedy"
                     temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info=info)
                     info = "8 or 4 bits for each number that is kept"
-                    kv_dtype = gr.Dropdown([_PLAIN, *quantize.BITS], label="Held as", info=info)
+                    kv_dtype = gr.Dropdown([_PLAIN, *codes.BITS], label="Held as", info=info)
                     info = "A share of the full cache's bytes, such as 6% or 16x, in place of both"
                     memory = gr.Textbox("", label="Memory", info=info, elem_id="memory")
                     info = "Another model starts a new conversation"

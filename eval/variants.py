@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmkv.budgets import note, number
-from mmkv.cache import quantize
+from mmkv.cache import codes
 from mmkv.policy import Policy
 from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
 from mmkv.wrapping import comparing, wrapped
@@ -100,7 +100,7 @@ def _parse(text: str, options: Mapping[str, Any], builtin: bool) -> tuple[Varian
     if chunk is not None and (type(chunk) is not int or chunk < 1):
         raise ValueError(f"evict_chunks={chunk!r}: expected the tokens of a chunk, 1 or more")
     if kv_dtype is not None:
-        quantize.check(kv_dtype)
+        codes.check(kv_dtype)
     alone = get_policy(name, **own_options)
     known = set(alone.flat())
     shared = {k: v for k, v in options.items() if k in known}

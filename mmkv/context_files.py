@@ -22,11 +22,11 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mmkv import digest
 from mmkv.attach.attachment import Attachment, attachment_of
+from mmkv.cache.codes import BITS, group
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.forward_pass import Decoding
 from mmkv.cache.packed import packed, unpacked
-from mmkv.cache.quantize import BITS, group
 
 FORMAT, VERSION = "mmkv-context", 5
 _TEXTS = ("weights", "dtype", "lead", "task", "digest")

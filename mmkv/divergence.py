@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from mmkv import budgets as sizes
-from mmkv.cache.quantize import BITS
+from mmkv.cache.codes import BITS
 from mmkv.forcing import Scored, checked_inputs, log_probabilities, replies, score_answers
 from mmkv.memory import Memory
 from mmkv.policy import Policy

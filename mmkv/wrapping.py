@@ -19,7 +19,7 @@ from mmkv import adapters, budgets, profiles
 from mmkv.attach import attention, repetition
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure
-from mmkv.cache import quantize
+from mmkv.cache import codes
 from mmkv.cache.allotment import allotted
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
@@ -253,7 +253,7 @@ def planned(
             "after it: use one of them"
         )
     inv_freq = parts.rotary_frequencies() if chosen.reposition else None
-    quantize.check(kv_dtype)
+    codes.check(kv_dtype)
     sampling = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
     fields = checked_budget, fractions, inv_freq, kv_dtype, evict_chunks
     config = CacheConfig(chosen, *fields, graph=graph and parts.ranks == 1, sampling=sampling)

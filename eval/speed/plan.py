@@ -15,8 +15,9 @@ import torch
 
 from mmkv.budgets import checked
 from mmkv.cache.allotment import empty_slots
+from mmkv.cache.codes import BITS, group
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.quantize import BITS, WINDOW, group
+from mmkv.cache.quantize import WINDOW
 from mmkv.calls import cache_in
 from mmkv.eval.speed.cards import Card
 from mmkv.parts.slots import Ratio

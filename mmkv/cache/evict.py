@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache import selection
+from mmkv.cache.codes import BITS, relative_error, squares
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, gathered
 from mmkv.cache.plain import PlainKV
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.quantize import BITS, NEWEST, WINDOW, QuantizedKV, relative_error, squares
+from mmkv.cache.quantize import NEWEST, WINDOW, QuantizedKV
 from mmkv.parts import RowSizes
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
 from mmkv.parts.victims import HeavyHitterSlots

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmkv.cache.codes import BITS
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import first_slots, planned
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.cache.plain import PlainKV
-from mmkv.cache.quantize import BITS, QuantizedKV
+from mmkv.cache.quantize import QuantizedKV
 
 
 def packed(kept: KeptKV) -> dict[str, Tensor]:

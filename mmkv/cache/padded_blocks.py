@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from mmkv.cache import varlen
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.plain import PlainKV
-from mmkv.cache.quantize import Coded, QuantizedKV, mixed, needs_gradient, products
+from mmkv.cache.products import Coded, mixed, needs_gradient, products
+from mmkv.cache.quantize import QuantizedKV
 from mmkv.layer_inputs import closed, reposition
 from mmkv.parts.slots import SlotSchedule, spare
 

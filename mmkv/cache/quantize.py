@@ -1,86 +1,28 @@
-"""Kept pairs in 8 or 4 bits: `wrap(..., kv_dtype="int8")`.
+"""Storage of kept pairs as codes of 8 or 4 bits: `wrap(..., kv_dtype="int4")`.
 
-Keys have a few channels with a large constant part and a large spread. So a key is held less its
-row's mean and rotated by a Hadamard matrix with random signs, after which its numbers are alike; a
-query is rotated too, and the mean adds the same to all logits of a row, which softmax ignores. A
-token's key and value are split into groups of 64 numbers, or of all where 64 does not divide them.
-Each group has a step and a lowest number in float16: a code c stands for lowest + c * step.
-
-A row's first tokens (one, or the policy's sinks) and the newest generated ones are held in the
-model's type: they get much attention, and the first token's key is unlike all others. Generated
-tokens enter a window; when it is full, its oldest `BULK` are written as codes at once, so the
-newest `NEWEST` are always exact. Rotation: QuaRot (arXiv 2404.00456); recent tokens: KIVI (arXiv
-2402.02750).
+A row's first tokens (one, or the policy's sinks) and the newest generated ones get much attention,
+and the first token's key is unlike all others: these pairs are exact, in the model's type.
+Generated tokens enter a window. When it is full, its oldest `BULK` are written as codes at once, so
+at least the newest `NEWEST` are exact, as in KIVI (arXiv 2402.02750).
 """
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BITS = {"int8": 8, "int4": 4}
+from mmkv.cache.codes import quantised, rotation
+from mmkv.cache.products import Coded
+
 # Generated tokens that are always exact, that are written as codes at once, and both together.
 NEWEST, BULK = 32, 16
 WINDOW = NEWEST + BULK
-_GROUP = 64
 # The number of codes that attention unpacks at a time: on a CPU as many as fit its cache.
 _CPU_PIECE, _DEVICE_PIECE = 2**19, 2**28
-_RANGES = torch.float16
-# Steps and lowest numbers of groups are at most the largest float16, and steps at least this.
-_LEAST_STEP, _MOST = 2.0**-14, torch.finfo(_RANGES).max
-
-
-class Coded(NamedTuple):
-    """Keys or values of some rows as their codes, to be multiplied without reading them.
-
-    Where a slot is held exactly, `codes` are its numbers, with a step of 1 and a lowest of 0.
-    """
-
-    codes: Tensor  # float32 [R, S, D], or the model's type if that is wider
-    step: Tensor  # [R, G, S], of each group
-    lowest: Tensor  # [R, G, S]
-    mean: Tensor | None = None  # [R, 1, D], what to add to every key; None: softmax ignores it
-    size: int | None = None  # how many of the D numbers count, the others being 0; None: all
-
-    def products(self, query: Tensor) -> Tensor:
-        """Return the inner products of queries [R, Q, D] with every slot: [R, Q, S]."""
-        total: Tensor | None = None
-        for q, codes, step, lowest in self._groups(query):
-            shift = q.sum(-1, keepdim=True) * lowest
-            product = torch.addcmul(shift, torch.bmm(q, codes.mT), step)
-            total = product if total is None else total.add_(product)
-        assert total is not None
-        return total if self.mean is None else total.add_(query @ self.mean.mT)
-
-    def mixed(self, weights: Tensor) -> Tensor:
-        """Return the sums of all slots by weights [R, Q, S]: [R, Q, D]."""
-        sums = [
-            torch.baddbmm(torch.bmm(weights, lowest.mT), weights * step, codes)
-            for _, codes, step, lowest in self._groups(self.codes)
-        ]
-        mixed = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
-        return mixed[..., : self.size]
-
-    def numbers(self) -> Tensor:
-        """Return what the codes stand for, [R, S, D]."""
-        step, lowest = (x.mT[..., None] for x in (self.step, self.lowest))
-        groups = self.codes.unflatten(-1, (step.shape[2], -1))
-        numbers = torch.addcmul(lowest, groups, step).flatten(-2)
-        return (numbers if self.mean is None else numbers.add_(self.mean))[..., : self.size]
-
-    def _groups(self, x: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """Return a part of x [..., D], codes, steps and lowest numbers of each group."""
-        if (G := self.step.shape[1]) == 1:
-            return [(x, self.codes, self.step, self.lowest)]
-        parts = x.chunk(G, -1), self.codes.chunk(G, -1), self.step.split(1, 1)
-        return zip(*parts, self.lowest.split(1, 1), strict=True)
 
 
 class QuantizedKV:
@@ -153,7 +95,7 @@ class QuantizedKV:
         own_mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
         mean = own_mean if mean is None else torch.where(mean.isnan(), own_mean, mean)
         pairs = _pairs(keys.sub_(mean), values)
-        codes, ranges = _quantised(pairs, how["bits"])
+        codes, ranges = quantised(pairs, how["bits"])
         ranges = ranges.permute(0, 2, 3, 1).contiguous()
         ranges[:, 0].masked_fill_(~coded[:, None], 1.0)
         ranges[:, 1].masked_fill_(~coded[:, None], 0.0)
@@ -304,7 +246,7 @@ class QuantizedKV:
             return
         at = slice(n_written % WINDOW, n_written % WINDOW + BULK)
         slots, pairs = self.exact_slots[:, at].clone(), self.exact[:, at].to(self.mean.dtype)
-        codes, ranges = _quantised(pairs, self.bits)
+        codes, ranges = quantised(pairs, self.bits)
         self.codes[self.rows, :, slots] = codes.transpose(1, 2)
         self.ranges[self.rows, :, :, slots] = ranges
         self.exact[:, at], self.exact_slots[:, at] = self.exact[:, -1:], self.exact_slots[:, -1:]
@@ -324,60 +266,6 @@ class QuantizedKV:
         return QuantizedKV(codes, ranges, *tensors[1:], **self._how)
 
 
-def check(kv_dtype: str | None) -> None:
-    """Check that kept pairs can be stored as `kv_dtype`; None is the model's own type.
-
-    Raises:
-        ValueError: it is unknown.
-    """
-    if kv_dtype is not None and kv_dtype not in BITS:
-        raise ValueError(
-            f"kv_dtype={kv_dtype!r}: expected {' or '.join(map(repr, BITS))}, "
-            "or None for the model's own type"
-        )
-
-
-@lru_cache
-def rotation(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an orthonormal matrix [D, D]: random signs, then Hadamard matrices along the diagonal.
-
-    Each is of the largest power of two that divides D. Zeros follow if values of Dv numbers are
-    longer than keys. The type is float32, or `dtype` if wider.
-    """
-    size, signs = D & -D, random.Random(0)
-    number = torch.arange(size)
-    shared_bits = number[:, None] & number
-    ones = torch.stack([(shared_bits >> i) & 1 for i in range(size.bit_length())])
-    parity = ones.sum(0) % 2
-    hadamard = (1.0 - 2.0 * parity.double()) / math.sqrt(size)
-    with torch.inference_mode(False):
-        matrix = torch.block_diag(*[hadamard] * (D // size))
-        matrix = matrix * torch.tensor([[1.0 if signs.random() < 0.5 else -1.0] for _ in range(D)])
-        matrix = pad(matrix, (0, max(0, Dv - D)))
-        return matrix.to(device, torch.promote_types(dtype, torch.float32))
-
-
-def squares(exact: Tensor, stored: Tensor, filled: Tensor) -> Tensor:
-    """Return the sums of squares of each row's error and of the row itself: float32 [R, 2].
-
-    Over `filled` slots; the error is `stored` after quantisation minus `exact`, [R, S, D] both.
-    """
-    exact = exact.float().masked_fill(~filled[..., None], 0.0)
-    error = stored.float().masked_fill(~filled[..., None], 0.0) - exact
-    return torch.stack([error.square().sum((1, 2)), exact.square().sum((1, 2))], dim=-1)
-
-
-def relative_error(squares: Tensor) -> Tensor:
-    """Return |exact - stored| / |exact| [...] from the results [..., 2] of `squares`."""
-    error, exact = squares.unbind(-1)
-    return (error / exact.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
-
-
-def group(N: int) -> int:
-    """Return how many of a key's or a value's N numbers share a step."""
-    return _GROUP if N % _GROUP == 0 else N
-
-
 def _row_bytes(x: Tensor) -> int:
     return x[0].numel() * x.element_size()
 
@@ -387,38 +275,3 @@ def _pairs(keys: Tensor, values: Tensor) -> Tensor:
     if missing := keys.shape[-1] - values.shape[-1]:
         values = pad(values, (0, missing))
     return torch.stack([keys, values.to(keys.dtype)], dim=2)
-
-
-def _quantised(pairs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return codes [R, P, n, N], steps and lowest numbers [R, n, 2, 2 G] of pairs [R, n, 2, N]."""
-    levels, groups = 2**bits - 1, pairs.unflatten(-1, (-1, group(pairs.shape[-1])))
-    low, high = groups.aminmax(dim=-1)
-    step = ((high - low) / levels).clamp(_LEAST_STEP, _MOST).to(_RANGES)
-    ranges = torch.stack([step, low.clamp(-_MOST, _MOST).to(_RANGES)], dim=2)
-    step, low = (x[..., None] for x in ranges.to(pairs.dtype).unbind(2))
-    codes = ((groups - low) / step).round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
-    codes = codes.transpose(1, 2).contiguous()
-    if bits == 4:
-        codes = codes[:, :1] | (codes[:, 1:] << 4)
-    return codes, ranges.flatten(-2)
-
-
-def needs_gradient(query: Tensor) -> bool:
-    """Return whether a gradient is to flow through the queries, as some kernels have none."""
-    return torch.is_grad_enabled() and query.requires_grad
-
-
-def products(query: Tensor, keys: Tensor | Coded, scale: float) -> Tensor:
-    """Return the logits [R, Q, S] of queries [R, Q, D]; in float32 or wider on CUDA."""
-    if isinstance(keys, Coded):
-        return keys.products(query * scale)
-    if query.is_cuda and query.itemsize == 2 and not needs_gradient(query):
-        return torch.bmm(query, keys.mT, out_dtype=torch.float32).mul_(scale)
-    return (query * scale) @ keys.mT
-
-
-def mixed(weights: Tensor, values: Tensor | Coded) -> Tensor:
-    """Return the sums of values by weights [R, Q, S]: [R, Q, D]."""
-    if isinstance(values, Coded):
-        return values.mixed(weights.to(values.codes.dtype))
-    return weights.to(values.dtype) @ values

@@ -25,7 +25,7 @@ from helpers.commands import complaint, run
 from helpers.models import make_inputs, make_model
 from mmkv import chat, names, parts, registry, terminal
 from mmkv.builtin import WEIGHTS, example_pictures
-from mmkv.cache import quantize
+from mmkv.cache import codes
 from mmkv.cli import commands
 from mmkv.cli.chat import verdict
 from mmkv.demo.answer import Side
@@ -702,7 +702,7 @@ def test_names_are_those_of_what_is_imported():
     }
     types = [registry.option_types(registry.policy_class(name)) for name in mmkv.list_policies()]
     assert names.options() == {option for x in types for option in x}
-    assert [*names.KV_DTYPES] == [*quantize.BITS]
+    assert [*names.KV_DTYPES] == [*codes.BITS]
     assert [*speed.RANDOM] == [*models.SHAPES]
     assert [*speed.PRESETS] == [*bench.PRESETS]
 

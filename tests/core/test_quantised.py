@@ -19,10 +19,11 @@ from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
-from mmkv.cache import quantize
+from mmkv.cache import codes, quantize
+from mmkv.cache.codes import BITS
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, attend
-from mmkv.cache.quantize import BITS, QuantizedKV
+from mmkv.cache.quantize import QuantizedKV
 from mmkv.parts.slots import GrowingSlots
 
 NEW = 52  # the window is full after 48, and its oldest tokens are written as codes
@@ -329,7 +330,7 @@ def test_a_step_attends_to_the_pairs_that_are_read(kv_dtype, softcap):
 
 @pytest.mark.parametrize("D", [1, 15, 16, 80, 96, 128])
 def test_the_rotation_is_orthonormal_and_spreads_one_channel(D):
-    matrix = quantize.rotation(D, D, torch.float64, torch.device("cpu"))
+    matrix = codes.rotation(D, D, torch.float64, torch.device("cpu"))
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(D, dtype=torch.float64))
     size = D & -D
     assert (matrix != 0).sum() == D * size

@@ -10,7 +10,7 @@ NEWEST, BULK, GROUP = 32, 16, 64
 
 def rotated_by(D: int) -> Tensor:
     """The matrix that keys are multiplied by; only its signs are taken from the package."""
-    from mmkv.cache.quantize import rotation
+    from mmkv.cache.codes import rotation
 
     size = max(n for n in (2**i for i in range(12)) if D % n == 0)
     hadamard = torch.ones(1, 1, dtype=torch.float64)
