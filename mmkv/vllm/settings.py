@@ -77,11 +77,12 @@ class Settings:
         """Return the settings of an engine, or None if the plugin is off."""
         extra = vllm_config.additional_config
         given = extra.get("mmkv") if isinstance(extra, dict) else None
-        return None if given is None else _settings(json.dumps(given))
+        return None if given is None else settings(json.dumps(given))
 
 
 @functools.lru_cache(maxsize=4)
-def _settings(text: str) -> Settings:
+def settings(text: str) -> Settings:
+    """Return the settings of options that `options.resolved` made, as JSON."""
     given = json.loads(text)
     for file in given["plugins"]:
         load_plugin(Path(file))
