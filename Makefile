@@ -2,6 +2,7 @@
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 BIN := .venv/bin
+comma := ,
 STAMP := .venv/.installed
 TEST := -n 2 --dist loadgroup
 PICTURE := mmkv/builtin/vision/scene2.png
@@ -55,9 +56,20 @@ $(VLLM)/.installed: pyproject.toml tests/vllm/requirements.txt
 		rm entry_points.txt && sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' METADATA
 	@touch $@
 
-# How many small changes of the code its tests notice (MODULES="scores/window cache/evict").
+# Which small changes of MODULES no test of TESTS notices. cosmic-ray changes the files in place and
+# puts them back: commit first, and after an interruption `git checkout -- MODULES`.
+MODULES ?= mmkv/sizes/squeeze.py
+TESTS ?= tests/core
+MUTANTS := out/mutants
 mutants: install
-	$(BIN)/python .ci/mutants.py $(MODULES)
+	@git diff --quiet HEAD -- $(MODULES) || { echo "commit changes of $(MODULES) first"; exit 1; }
+	@mkdir -p $(MUTANTS)
+	@sed 's|MODULES\]|$(patsubst %,"%"$(comma),$(MODULES))]|; s|TESTS"|$(TESTS)"|' .ci/cosmic-ray.toml > $(MUTANTS)/config.toml
+	$(BIN)/cosmic-ray init --force $(MUTANTS)/config.toml $(MUTANTS)/session.sqlite
+	$(BIN)/cr-filter-operators $(MUTANTS)/session.sqlite $(MUTANTS)/config.toml
+	$(BIN)/cosmic-ray baseline $(MUTANTS)/config.toml
+	$(BIN)/cosmic-ray exec $(MUTANTS)/config.toml $(MUTANTS)/session.sqlite
+	$(BIN)/cr-report --surviving-only --show-diff $(MUTANTS)/session.sqlite
 
 # One GPU, 7.5 minutes; needs torch, transformers and accelerate alone, not this Makefile's .venv.
 # Its own folders import as mmkv.* from links, so that nothing is installed.
