@@ -1,7 +1,7 @@
 """Timing of the unwrapped model, policies at budgets, and their nearest presses of kvpress.
 
-`make_rows` lists a setting's rows. `Bench` times them with alternating decode steps, so that drift
-of the machine affects all alike. `Result` computes medians and paired ratios of the times.
+`make_rows` lists the rows. `Bench` times them with alternating decode steps, so that drift of the
+machine affects all alike. `Result` computes medians and paired ratios of the times.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import json
 import math
 import random
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 import psutil
 import torch
-from torch import Tensor
 
 import mmkv
 from mmkv.attach.attachment import attachment_of
@@ -48,7 +47,6 @@ _WARM_GPU, _WARM_CPU = 48, 3
 class Setting:
     """One model, prompt and batch, with the policies and budgets compared on them."""
 
-    name: str
     model: str
     prompt: int  # tokens
     new: int  # tokens generated in each round
@@ -70,8 +68,6 @@ class Row:
     prefill_s: list[float] = field(default_factory=list[float])  # to the first token
     step_s: list[float] = field(default_factory=list[float])  # of decode steps, alike for all rows
     cache_bytes: int = 0  # held at the end of a reply
-    # By kind of text: of each, the divergence from the full cache and the share of same tokens.
-    distances: dict[str, list[tuple[float, float]]] = field(default_factory=dict[str, Any])
     note: str = ""  # why nothing could be measured
 
 
@@ -102,24 +98,6 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     return [*rows, *presses.values()]
 
 
-_CI = ("full", "condense", "snapkv", "adakv", "prefixkv", "h2o", "xkv", "squeeze:base=local")
-_PREFIXKV: Any = ("full", "prefixkv", "condense"), (0.2, 0.4, 0.6, 0.8)
-_SQUEEZE = ("full", "squeeze", "local")
-PRESETS: dict[str, tuple[Setting, ...]] = {
-    "ci": (Setting("ci", "llama-120m-random", 2048, 33, 1, _CI),),
-    "prefixkv": (
-        Setting("prefixkv", "llava-1.5-7b-random", 1024, 512, 16, *_PREFIXKV),
-        Setting("prefixkv", "llava-1.5-7b-random", 624, 256, 48, *_PREFIXKV),
-        Setting("prefixkv", "llava-1.5-13b-random", 1024, 512, 8, *_PREFIXKV),
-    ),
-    "xkv": (Setting("xkv", "llama-8b-random", 8192, 128, 16, ("full", "xkv")),),
-    "squeeze": tuple(
-        Setting("squeeze", "mistral-7b-random", 512, 1024, batch, _SQUEEZE)
-        for batch in (1, 32, 64, 128, 224)
-    ),
-}
-
-
 @dataclass
 class Bench:
     """The measurement of one setting on one model."""
@@ -127,8 +105,6 @@ class Bench:
     setting: Setting
     model: Any  # not wrapped
     worker: Worker | None = None  # process of kvpress with the same model
-    # By kind of text: prompts, int64 [1, N], and answers, int64 [R], to compare distributions on.
-    texts: Mapping[str, Sequence[tuple[Tensor, Tensor]]] = field(default_factory=dict[str, Any])
     until: float = math.inf  # deadline by `time.monotonic`; one round is always made
 
     def __post_init__(self) -> None:
@@ -143,7 +119,7 @@ class Bench:
         gc.collect()
         gc.freeze()
         for row in self.rows:
-            tell(f"{setting.name}: warm-up, {row.label}")
+            tell(f"warm-up, {row.label}")
             self._take_turns([row], 0)
             row.prefill_s.clear()
         one_by_one = self._free() < 2 * sum(row.cache_bytes for row in self.rows)
@@ -154,14 +130,13 @@ class Bench:
             if rounds_done and start + last_round >= self.until:
                 notes.append(f"{rounds_done} rounds instead of {setting.rounds}: no time")
                 break
-            tell(f"{setting.name}: round {rounds_done + 1}")
+            tell(f"round {rounds_done + 1}")
             rows = [row for row in self.rows if not row.note]
             self.order.shuffle(rows)
             for group in [[row] for row in rows] if one_by_one else [rows]:
                 self._take_turns(group, setting.new - 1)
             last_round = time.monotonic() - start
         gc.unfreeze()
-        self._compare()
         environment = describe_environment(self.model.device) | {
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
@@ -176,10 +151,10 @@ class Bench:
         for row in rows:
             with _noting_failure(row):
                 replies.append((row, reply := self._make(row)))
-                seconds, row.cache_bytes, _ = next(reply)
+                seconds, row.cache_bytes = next(reply)
                 row.prefill_s.append(seconds)
                 for _ in range(self.warm):
-                    _, row.cache_bytes, _ = next(reply)
+                    _, row.cache_bytes = next(reply)
         for i in range(steps):
             # A row alone takes all of its steps, as many as the rows of the other turns.
             if i and len(rows) > 1 and time.monotonic() > self.until:
@@ -187,41 +162,24 @@ class Bench:
             for row, reply in self.order.sample(replies, len(replies)):
                 if not row.note:
                     with _noting_failure(row):
-                        seconds, row.cache_bytes, _ = next(reply)
+                        seconds, row.cache_bytes = next(reply)
                         row.step_s.append(seconds)
         for _, reply in replies:
             reply.close()
 
-    def _compare(self) -> None:
-        """Measure each row's distance from the unwrapped model on the texts."""
-        for kind, pairs in self.texts.items():
-            for i, (ids, answer) in enumerate(pairs):
-                tell(f"{self.setting.name}: {kind} {i + 1} of {len(pairs)}")
-                full = models.along(models.reply(models.twin(self.model), ids), answer)
-                for row in self.rows:
-                    if row.note or not (row.policy or row.press):
-                        continue
-                    if self.worker is not None and row.press is not None:
-                        tokens = {"prompt": ids[0].tolist(), "answer": answer.tolist()}
-                        found = self.worker.ask("distance", press=row.press, **tokens)
-                    else:
-                        found = models.distance(self._make(row, ids), answer, full)
-                    row.distances.setdefault(kind, []).append(found)
-
     @comparing()
-    def _make(self, row: Row, ids: Tensor | None = None) -> Generator[tuple[float, int, Any], Any]:
-        """Return a row's reply, to random tokens by default, that has not read the prompt yet."""
+    def _make(self, row: Row) -> Generator[tuple[float, int]]:
+        """Return a row's reply to random tokens, that has not read the prompt yet."""
         setting, cache = self.setting, None
         if self.worker is not None and row.press is not None:
             options = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
             return self.worker.reply(row.label, **options)
-        if ids is None:
-            ids = models.make_prompt(self.model, setting.batch, setting.prompt)
         model = models.twin(self.model)
+        ids = models.make_prompt(model, setting.batch, setting.prompt)
         if row.policy:
             attached = attachment_of(mmkv.wrap(model, row.policy, row.budget, **row.options))
             # `generate` passes the reply's maximal length to its cache too.
-            max_length = ids.shape[1] + self.warm + setting.new
+            max_length = setting.prompt + self.warm + setting.new
             cache = CompressedCache(attached.parts.config, attached.plan, max_length=max_length)
         return models.reply(model, ids, cache)
 
@@ -274,16 +232,9 @@ class Ratio(NamedTuple):
         return f"{self.median:.3g}{between}"
 
 
-def break_even(cost: float, gain: float) -> int | None:
-    """Return the steps, each `gain` seconds faster, that win back `cost` seconds; None: never."""
-    if cost <= 0 <= gain:
-        return 0
-    return math.ceil(cost / gain) if gain > 0 else None
-
-
 @dataclass
 class Result:
-    """One setting's rows, facts about model and machine, and notes on the measurement."""
+    """The rows, facts about model and machine, and notes on the measurement."""
 
     setting: Setting
     rows: list[Row]
@@ -294,30 +245,20 @@ class Result:
         """Return a row's medians and ratios by column; {} if it was not measured."""
         if not row.step_s:
             return {}
-        measured = {x.label: x for x in self.rows if x.step_s}
-        base, bound = (measured.get(label, row) for label in (UNWRAPPED, BOUND))
+        base = next((x for x in self.rows if x.label == UNWRAPPED and x.step_s), row)
         step = median(row.step_s)
         cells = {
             "prefill ms": f"{1e3 * median(row.prefill_s):,.0f}",
             "ms/token": f"{1e3 * step:.2f}",
             "tokens/s": f"{self.setting.batch / step:.1f}",
-            "of bound": f"{Ratio.of(bound.step_s, row.step_s).median:.2f}",
             "cache MB": f"{row.cache_bytes / 1e6:,.1f}",
         }
-        for kind, found in row.distances.items():
-            nats, same = (fmean(x) for x in zip(*found, strict=True))
-            cells[f"{kind}, nats / % same"] = f"{nats:.3f} / {100 * same:.0f}"
         if base is row:
             return cells
-        slower, faster = Ratio.of(row.prefill_s, base.prefill_s), Ratio.of(base.step_s, row.step_s)
-        # From ratios too, as drift of the machine moves the medians of rows differently.
-        cost = median(base.prefill_s) * (slower.median - 1)
-        pays = break_even(cost, median(base.step_s) * (1 - 1 / faster.median))
         return cells | {
-            "x prefill": str(slower),
-            "x tokens/s": str(faster),
+            "x prefill": str(Ratio.of(row.prefill_s, base.prefill_s)),
+            "x tokens/s": str(Ratio.of(base.step_s, row.step_s)),
             "x cache": f"{row.cache_bytes / base.cache_bytes:.2f}",
-            "pays from": "never" if pays is None else str(pays),
         }
 
     @property
@@ -327,7 +268,7 @@ class Result:
         columns = list(dict.fromkeys(name for row_cells in cells.values() for name in row_cells))
         rows = [(label, [x.get(name, "") for name in columns]) for label, x in cells.items()]
         x = self.setting
-        title = f"{x.name}: {x.model}, {x.batch} x ({x.prompt:,} + {x.new:,}) tokens"
+        title = f"{x.model}, {x.batch} x ({x.prompt:,} + {x.new:,}) tokens"
         rounds = max(len(row.prefill_s) for row in self.rows)
         steps = max(len(row.step_s) for row in self.rows)
         texts = [
@@ -339,17 +280,11 @@ class Result:
         failed = [f"{row.label}: {row.note}" for row in self.rows if row.note]
         return Table("", columns, rows, title, ["; ".join(texts), *failed])
 
-
-def save(path: Path, results: Sequence[Result]) -> None:
-    """Write results as JSON, and their tables beside it as Markdown."""
-    settings = [
-        asdict(x.setting)
-        | {"about": x.about, "notes": x.notes}
-        | {"rows": [asdict(row) | {"cells": x.cells(row)} for row in x.rows]}
-        for x in results
-    ]
-    data = {"format": "mmkv-bench", "version": 4, "settings": settings}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    tables = "\n".join(result.table.markdown for result in results)
-    path.with_suffix(".md").write_text(tables, encoding="utf-8")
+    def save(self, path: Path) -> None:
+        """Write all times as JSON, and the table beside it as Markdown."""
+        data = {"format": "mmkv-bench", "version": 5, **asdict(self.setting), "about": self.about}
+        data |= {"notes": self.notes}
+        data["rows"] = [asdict(row) | {"cells": self.cells(row)} for row in self.rows]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        path.with_suffix(".md").write_text(self.table.markdown, encoding="utf-8")

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import transformers as hf
 from torch import Tensor
-from torch.nn.functional import kl_div
 
 from mmkv.calls import CACHE, cache_in
 
@@ -25,7 +24,7 @@ _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "max_position_embeddings"),
 )
-# "llama", "mistral", or "llava" (a Llama with LLaVA-1.5's vision tower); values of `_SIZES`.
+# "llama" or "llava" (a Llama with LLaVA-1.5's vision tower), and values of `_SIZES`.
 Shape = tuple[str, tuple[int, ...]]
 SHAPES: dict[str, Shape] = {
     "llama-120m-random": ("llama", (768, 2048, 12, 12, 12, 32000, 8192)),
@@ -33,8 +32,6 @@ SHAPES: dict[str, Shape] = {
     "llama-7b-2-layers-random": ("llama", (4096, 11008, 2, 32, 32, 1000, 4096)),
     "llama-8b-random": ("llama", (4096, 14336, 32, 32, 8, 128256, 131072)),
     "llava-1.5-7b-random": ("llava", (4096, 11008, 32, 32, 32, 32064, 4096)),
-    "llava-1.5-13b-random": ("llava", (5120, 13824, 40, 40, 40, 32064, 4096)),
-    "mistral-7b-random": ("mistral", (4096, 14336, 32, 32, 8, 32000, 32768)),
 }
 
 
@@ -49,10 +46,7 @@ def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
     kind, sizes = shape
-    fields: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
-    if kind == "mistral":
-        fields["sliding_window"] = None
-    config: Any = hf.AutoConfig.for_model(kind.replace("llava", "llama"), **fields)
+    config: Any = hf.LlamaConfig(**dict(zip(_SIZES, sizes, strict=True)))
     maker: Any = hf.AutoModelForCausalLM
     if kind == "llava":
         config = hf.LlavaConfig(text_config=config, image_token_index=config.vocab_size - 1)
@@ -60,12 +54,13 @@ def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         model = maker.from_config(config, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    text = config.get_text_config()
     with torch.no_grad(), torch.device(device):
+        factors = torch.linspace(0.5, 1.5, text.num_attention_heads, dtype=model.dtype)
         for layer in model.get_decoder().layers:
             query, key = layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight
             for weight in (query, key):
-                weight.normal_(0, (2 / config.get_text_config().hidden_size) ** 0.5)
-            factors = torch.linspace(0.5, 1.5, fields["num_attention_heads"], dtype=query.dtype)
+                weight.normal_(0, (2 / text.hidden_size) ** 0.5)
             query.unflatten(0, (len(factors), -1)).mul_(factors[:, None, None])
     return model.eval()
 
@@ -86,12 +81,9 @@ def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
     return ids.to(model.device)
 
 
-def reply(
-    model: Any, ids: Tensor, cache: Any = None
-) -> Generator[tuple[float, int, Tensor], Tensor | None]:
-    """Yield after a batch's prompt, and after each decode step, which is made on demand.
+def reply(model: Any, ids: Tensor, cache: Any = None) -> Generator[tuple[float, int]]:
+    """Yield after a batch's prompt, and after each greedy decode step, which is made on demand.
 
-    A step reads the likeliest tokens, or those that are sent to the generator, int64 [B, 1].
     The device is synchronised only before and after what is timed.
 
     Args:
@@ -99,52 +91,30 @@ def reply(
         cache: an empty cache; None: the model makes its own.
 
     Yields:
-        seconds to the first token, then of each step; bytes of the cache's storage; logits of the
-        next tokens, [B, V].
+        seconds to the first token, then of each step; bytes of the cache's storage.
     """
     gc.collect()  # none is due within a step then
     call, token, n_seen = model, ids, 0
 
-    def forward(**inputs: Any) -> tuple[float, int, Tensor]:
+    def forward(**inputs: Any) -> tuple[float, int]:
         nonlocal cache, token, n_seen
         n_seen += token.shape[1]
         start = now(ids.device)
         with torch.no_grad():
             out = call(input_ids=token, use_cache=True, **{CACHE: cache}, **inputs)
-        cache, logits = cache_in(out), out.logits[:, -1]
-        token = logits.argmax(-1, keepdim=True)
-        return now(ids.device) - start, _cache_bytes(cache), logits
+        cache, token = cache_in(out), out.logits[:, -1].argmax(-1, keepdim=True)
+        return now(ids.device) - start, _cache_bytes(cache)
 
-    result = forward(attention_mask=torch.ones_like(ids), logits_to_keep=1)
+    yield forward(attention_mask=torch.ones_like(ids), logits_to_keep=1)
     # `generate` too makes steps by the model's compiled call, if the cache allows one.
     config = copy.deepcopy(model.generation_config)
     config.max_new_tokens = 1024  # graphs are replayed for long replies, where they pay off
     if model._valid_auto_compile_criteria({CACHE: cache}, config):
         call = model.get_compiled_call(config.compile_config)
     while True:
-        sent = yield result
-        token = token if sent is None else sent
         # Without padding no mask is needed, and checking one would synchronise a GPU.
         position = torch.full_like(token, n_seen)
-        result = forward(attention_mask=None, position_ids=position, return_dict=True)
-
-
-def along(reply: Generator[tuple[float, int, Tensor], Tensor | None], answer: Tensor) -> Tensor:
-    """Return the log-probabilities [R, V] of a reply that reads an answer, int64 [R]."""
-    # Copied at once, as a replayed step overwrites its last logits.
-    rows = [next(reply)[2].float().log_softmax(-1)]
-    rows += [reply.send(x.view(1, 1))[2].float().log_softmax(-1) for x in answer[:-1]]
-    reply.close()
-    return torch.cat(rows)
-
-
-def distance(reply: Any, answer: Tensor, full: Tensor) -> tuple[float, float]:
-    """Return a reply's mean divergence along an answer from the full cache's distributions, [R, V],
-    in nats a token, and the share of the same first choices."""
-    log_probs = along(reply, answer)
-    nats = kl_div(log_probs, full, reduction="none", log_target=True).sum(-1).clamp(min=0)
-    same = log_probs.argmax(-1) == full.argmax(-1)
-    return nats.mean().item(), same.float().mean().item()
+        yield forward(attention_mask=None, position_ids=position, return_dict=True)
 
 
 def now(device: torch.device) -> float:
@@ -168,9 +138,7 @@ class Replies:
 
     def __init__(self) -> None:
         self.model: Any = None
-        self.replies: dict[str, Any] = {}
-        self.prompt = list[int]()  # the last text
-        self.full: Any = None  # log-probabilities of the full cache's reply to it
+        self.replies: dict[str, Generator[tuple[float, int]]] = {}
 
     def load(
         self, device: str, dtype: str, threads: int, shape: Any = None, path: str = ""
@@ -194,36 +162,25 @@ class Replies:
         if label not in self.replies:
             ids = make_prompt(self.model, batch, prompt)
             self.replies[label] = self._reply(press, ids)
-        return next(self.replies[label])[:2]
+        return next(self.replies[label])
 
     def close(self, label: str) -> None:
         """Close a reply and free its memory."""
         self.replies.pop(label).close()
 
-    def distance(
-        self, press: dict[str, Any], prompt: list[int], answer: list[int]
-    ) -> tuple[float, float]:
-        """Return the distance from the full cache along the answer to a prompt."""
-        device = self.model.device
-        ids, tokens = torch.tensor([prompt], device=device), torch.tensor(answer, device=device)
-        if prompt != self.prompt:
-            self.prompt, self.full = prompt, along(reply(twin(self.model), ids), tokens)
-        return distance(self._reply(press, ids), tokens, self.full)
-
-    def _reply(self, press: dict[str, Any], ids: Any) -> Any:
+    def _reply(self, press: dict[str, Any], ids: Tensor) -> Generator[tuple[float, int]]:
         # A twin for each reply, as presses leave state on modules.
         model = twin(self.model)
         if press.get("eager"):
             model.set_attn_implementation("eager")
         # KVzip finds the cache among the model's arguments.
-        own = reply(model, ids, hf.DynamicCache(config=model.config))
+        steps = reply(model, ids, hf.DynamicCache(config=model.config))
         start = now(ids.device)
         # KVzip reads the prompt again when its context is left, by itself with gradients.
         with torch.no_grad(), _press(press)(model):
-            _, nbytes, logits = next(own)
-        sent = yield now(ids.device) - start, nbytes, logits
-        while True:
-            sent = yield own.send(sent)
+            _, nbytes = next(steps)
+        yield now(ids.device) - start, nbytes
+        yield from steps
 
 
 def _press(spec: dict[str, Any]) -> Any:

@@ -88,11 +88,12 @@ class Worker:
         self._process.communicate()
         self._errors.close()
 
-    def reply(self, label: str, **options: Any) -> Generator[tuple[float, int, None]]:
-        """Yield as `models.reply`, but no logits; `options` are those of `Replies.step`."""
+    def reply(self, label: str, **options: Any) -> Generator[tuple[float, int]]:
+        """Yield as `models.reply`; `options` are those of `Replies.step`."""
         try:
             while True:
-                yield *self.ask("step", label=label, **options), None
+                seconds, nbytes = self.ask("step", label=label, **options)
+                yield seconds, nbytes
         finally:
             # A failure of the process was reported before.
             with suppress(ValueError):

@@ -30,8 +30,8 @@ from mmkv.cli import commands
 from mmkv.cli.chat import verdict
 from mmkv.demo.answer import Side
 from mmkv.demo.conversation import Conversation
-from mmkv.eval.speed import bench, models
 from mmkv.eval.speed import cli as speed
+from mmkv.eval.speed import models
 from mmkv.loading.names import file_of
 from mmkv.vllm import probes
 
@@ -661,7 +661,6 @@ TYPOS = {
     "plot circles": "plot 'circles'",
     "bench --policies snapk": "Did you mean 'snapkv'?",
     "bench --model llama-8b-rando": "Did you mean 'llama-8b-random'?",
-    "bench --preset prefix": "preset 'prefix'",
     "chat --memory 0x hi": "such as 1/16, '6%' or '16x'",
     "chat --memory 16x --budget 0.2 hi": "leave --budget 0.2 out, or --memory",
     "chat --memory 6% --kv-dtype int8 hi": "leave --kv-dtype int8 out, or --memory",
@@ -704,7 +703,6 @@ def test_names_are_those_of_what_is_imported():
     assert names.options() == {option for x in types for option in x}
     assert [*names.KV_DTYPES] == [*codes.BITS]
     assert [*speed.RANDOM] == [*models.SHAPES]
-    assert [*speed.PRESETS] == [*bench.PRESETS]
 
 
 def test_a_model_that_is_misspelt_in_python_is_named_without_a_hub():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import stat
 import sys
 import textwrap
@@ -16,7 +15,6 @@ import torch
 
 import mmkv
 from helpers.commands import complaint, run
-from helpers.evaluation import WORDS, divergence_of, predicted, save_model
 from helpers.marks import cases
 from helpers.memory import Outputs
 from mmkv.eval.speed import bench, models, plan, rival
@@ -36,10 +34,9 @@ def model():
     return models.make(TOY, "cpu")
 
 
-def toy_bench(model, worker=None, texts=None, until=math.inf, **changes):
+def toy_bench(model, worker=None, until=math.inf, **changes):
     base = {"prompt": 256, "new": 4, "batch": 2, "rounds": 2, "policies": ("snapkv",)}
-    setting = bench.Setting("x", "toy", **(base | changes))
-    return bench.Bench(setting, model, worker, texts or {}, until)
+    return bench.Bench(bench.Setting("toy", **(base | changes)), model, worker, until)
 
 
 def row(label="a", policy="p", **values):
@@ -47,7 +44,7 @@ def row(label="a", policy="p", **values):
 
 
 def result(*found, batch=2):
-    return bench.Result(bench.Setting("x", "m", 100, 11, batch, ()), list(found), {}, [])
+    return bench.Result(bench.Setting("m", 100, 11, batch, ()), list(found), {}, [])
 
 
 class TestNumbers:
@@ -74,13 +71,6 @@ class TestNumbers:
         assert found == (3, None, None)
         assert str(found) == "3"
 
-    @pytest.mark.parametrize(
-        ("cost", "gain", "steps"),
-        [(2, 0.5, 4), (0.1, 0.5, 1), (-1, 0, 0), (2, 0, None), (2, -1, None), (-1, -1, None)],
-    )
-    def test_break_even(self, cost, gain, steps):
-        assert bench.break_even(cost, gain) == steps
-
     def test_a_row_compares_with_the_unwrapped_one(self):
         times = {"prefill_s": [10.0, 10.0], "step_s": [0.5, 0.5]}
         base = row(bench.UNWRAPPED, "", cache_bytes=1000, **times)
@@ -88,7 +78,7 @@ class TestNumbers:
         found = result(base, mine).cells(mine)
         assert (found["prefill ms"], found["tokens/s"]) == ("11,500", "20.0")
         assert (found["x prefill"], found["x tokens/s"]) == ("1.15", "5")
-        assert (found["x cache"], found["pays from"]) == ("0.25", "4")
+        assert found["x cache"] == "0.25"
         assert "x cache" not in result(base, mine).cells(base)
 
 
@@ -98,7 +88,7 @@ def fake_reply(log, label, now):
     def spend(what, times=1):
         log.append((what, label))
         now[0] += 0.025 * times
-        return 0.025 * times, 10, None
+        return 0.025 * times, 10
 
     try:
         yield spend("prefill", 50)
@@ -196,23 +186,6 @@ class TestRows:
         assert found["full"].cache_bytes >= 3 * head * (256 + 6)
         assert not mmkv.is_wrapped(model)
 
-    def test_rows_are_compared_along_answers(self, model):
-        ids, answer = models.make_prompt(model, 1, 96), torch.tensor([5, 200, 9, 9, 31])
-        found = toy_bench(model, rounds=1, texts={"text": [(ids, answer)] * 2}).run()
-        distances = {r.label: r.distances["text"] for r in found.rows if r.policy}
-        assert distances["full"] == [(pytest.approx(0, abs=1e-5), 1)] * 2
-
-        row = {"input_ids": ids}
-        full, _ = predicted(model, row, answer.tolist())
-        with mmkv.wrapped(model, "snapkv", 0.2):
-            mine, _ = predicted(model, row, answer.tolist())
-        nats = divergence_of(mine, full) / len(answer)
-        same = (full.argmax(-1) == mine.argmax(-1)).float().mean()
-        assert nats > 1e-3
-        assert distances["snapkv 0.2"] == [(pytest.approx(nats, rel=1e-4), same)] * 2
-        cells = found.cells(found.rows[-1])
-        assert cells["text, nats / % same"] == f"{nats:.3f} / {100 * same:.0f}"
-
     @pytest.mark.parametrize(
         "error", [torch.OutOfMemoryError("x" * 99), RuntimeError("not enough memory: 9 bytes")]
     )
@@ -252,12 +225,6 @@ class TestRows:
         with pytest.raises(ValueError, match=why):
             toy_bench(model, policies=texts)
 
-    @pytest.mark.parametrize("name", bench.PRESETS)
-    def test_presets_name_what_exists(self, name):
-        for one in bench.PRESETS[name]:
-            assert one.model in models.SHAPES
-            assert "full" in [r.label for r in bench.make_rows(one, kvpress=True)]
-
 
 @cases("policy", ["none", "snapkv", "prefixkv", "h2o", "adakv"], "h2o", "none")
 def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, policy):
@@ -271,7 +238,7 @@ def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, po
         for _ in range(3):
             next(reply)
         with Outputs() as counter:
-            _, nbytes, _ = next(reply)
+            _, nbytes = next(reply)
         taken.append(counter.nbytes)
         held.append(nbytes)
     slots = (held[1] - held[0]) / (3 * 2 * 16 * 4)  # of each of three layers
@@ -283,7 +250,7 @@ def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, po
 class TestModels:
     @cases(
         "name",
-        ["llama-8b-random", "llava-1.5-7b-random", "mistral-7b-random"],
+        ["llama-8b-random", "llava-1.5-7b-random"],
         "llava-1.5-7b-random",
     )
     def test_shapes_keep_their_kind(self, name):
@@ -304,13 +271,13 @@ class TestModels:
 def test_the_files_hold_raw_times_and_summaries(model, tmp_path):
     found = toy_bench(model, policies=("snapkv:window=8",), rounds=1).run()
     path = tmp_path / "deep" / "bench.json"
-    bench.save(path, [found])
-    data = json.loads(path.read_text())["settings"][0]
+    found.save(path)
+    data = json.loads(path.read_text())
     row = {row["label"]: row for row in data["rows"]}
-    mine, bound = row["snapkv:window=8 0.2"], row[bench.BOUND]
+    mine, base = row["snapkv:window=8 0.2"], row[bench.UNWRAPPED]
     assert float(mine["cells"]["x cache"]) < 0.3
-    pairs = zip(bound["step_s"], mine["step_s"], strict=True)
-    assert mine["cells"]["of bound"] == f"{median(a / b for a, b in pairs):.2f}"
+    pairs = zip(base["step_s"], mine["step_s"], strict=True)
+    assert mine["cells"]["x tokens/s"] == f"{median(a / b for a, b in pairs):.3g}"
     assert mine["options"]["window"] == 8
     timed = {x.label: x for x in found.rows}[mine["label"]]
     assert mine["step_s"] == timed.step_s
@@ -318,7 +285,7 @@ def test_the_files_hold_raw_times_and_summaries(model, tmp_path):
     lines = path.with_suffix(".md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| snapkv")]
     assert [x[0] for x in cells] == ["snapkv:window=8 0.2"]
-    assert cells[0][5] == f"{timed.cache_bytes / 1e6:,.1f}"
+    assert cells[0][4] == f"{timed.cache_bytes / 1e6:,.1f}"
 
 
 @pytest.fixture
@@ -350,34 +317,13 @@ def test_nothing_measured_is_exit_code_1(capsys, tiny, monkeypatch):
 def test_the_table_has_these_columns(capsys, tiny, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out, err, _ = run(capsys, "bench", *tiny, "--policies", "full")
-    for text in ("prefill ms", "cache MB", "x tokens/s", "pays from"):
+    for text in ("prefill ms", "cache MB", "x tokens/s", "x cache"):
         assert sum(f" {text} " in line for line in out.splitlines() if "┃" in line) == 1, text
     # Two steps have no interval.
     assert not any("(" in line for line in out.splitlines() if line.startswith("│"))
     # What it does is said in a pipe too, a line each.
     assert err.splitlines()[0] == "making llama-120m-random"
-    assert "bench: round 1" in err.splitlines()
-
-
-def test_texts_of_a_folder_are_compared_on(capsys, tmp_path):
-    rng, out = random.Random(0), tmp_path / "x.json"
-    sentences = [" ".join(rng.choices(WORDS, k=9)) + ". The end." for _ in range(300)]
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "one.txt").write_text("\n".join(sentences))
-    words = ("--model", save_model(tmp_path / "model"), "--prompt", 400, "--new", 3, "--batch", 1)
-    words += ("--rounds", 1, "--policies", "snapkv", "--data", tmp_path / "texts", "--out", out)
-    shown, err, code = run(capsys, "bench", *words, "--device", "cpu")
-    assert (code, "bench: niah_single_2 10 of 10" in err) == (0, True)
-    assert "text, nats / % same" in shown
-    rows = {
-        row["label"]: row["distances"] for row in json.loads(out.read_text())["settings"][0]["rows"]
-    }
-    assert {name: len(pairs) for name, pairs in rows["snapkv 0.2"].items()} == dict.fromkeys(
-        ("text", "niah_single_2"), 10
-    )
-    assert all(nats < 1e-5 and same == 1 for nats, same in rows["full"]["text"])
-    assert all(nats > 1e-5 for nats, _ in rows["snapkv 0.2"]["text"])
-    assert rows[bench.UNWRAPPED] == {}
+    assert "round 1" in err.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -385,16 +331,11 @@ def test_texts_of_a_folder_are_compared_on(capsys, tmp_path):
     [
         (("--policies", "snap"), "Did you mean 'snapkv'"),
         (("--budgets", "1.5"), "budget=1.5"),
-        (("--preset", "gpu"), "expected ci, prefixkv"),
-        (("--preset", "prefixkv"), "is for a GPU"),
-        (("--preset", "ci", "--prompt", "5"), "drop --prompt"),
         (("--model", "huge-random"), "llama-120m-random"),
         (("--policies", ","), "--policies ',' names none"),
         (("--budgets", ""), "--budgets '' names none"),
         (("--kvpress-python", "/no/such/python"), "/no/such/python"),
         (("--out", f"{__file__}/x.json"), "is a file, not a folder"),
-        (("--data", "/no/such/texts"), "/no/such/texts"),
-        (("--preset", "ci", "--data", "."), "random weights"),
     ],
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, words, part):
@@ -428,7 +369,7 @@ class TestKvpress:
 
     @pytest.mark.slow
     def test_its_steps_alternate_with_ours(self, model, tmp_path, monkeypatch):
-        """The real worker, with a stand-in for the library, which hides values after the prompt."""
+        """The real worker, with a stand-in for the library, which keeps 64 tokens of each head."""
         (tmp_path / "kvpress.py").write_text(
             textwrap.dedent("""
             from contextlib import contextmanager
@@ -448,7 +389,8 @@ class TestKvpress:
                     with model.register_forward_hook(see):
                         yield
                     for layer in caches[0].layers:  # KVzip compresses after the prompt too
-                        layer.values[:, :, 1:-1] = 0
+                        layer.keys = layer.keys[:, :, :64].clone()
+                        layer.values = layer.values[:, :, :64].clone()
             """)
         )
         # mmkv is not installed where kvpress is.
@@ -461,13 +403,12 @@ class TestKvpress:
         with closing(rival.Worker(sys.executable)) as worker:
             worker.load("toy", model)
             assert worker.versions["torch"] == version("torch")
-            texts = {"text": [(models.make_prompt(model, 1, 96), torch.tensor([5, 9, 31]))]}
-            found = toy_bench(model, worker, texts, policies=("snapkv", "adakv")).run()
+            found = toy_bench(model, worker, policies=("snapkv", "adakv")).run()
         by_label = {r.label: r for r in found.rows}
         measured = by_label["kvpress SnapKVPress 0.2"]
         assert (len(measured.prefill_s), len(measured.step_s)) == (2, 6)
-        assert measured.cache_bytes == by_label[bench.UNWRAPPED].cache_bytes
-        assert measured.distances["text"][0][0] > 1e-3
+        head = 2 * 2 * 64 * 4  # keys and values, of two rows, float32
+        assert measured.cache_bytes == 3 * head * (64 + 6)
         assert "AdaKVPress" in by_label["kvpress AdaKVPress(SnapKVPress) 0.2"].note
 
     @pytest.mark.parametrize(
