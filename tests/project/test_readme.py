@@ -417,6 +417,3 @@ class TestLinks:
             r"`((?:mmkv|tests|policies|docs|eval|demo|\.ci|\.github)/[\w./-]+)`", TEXTS[name]
         ):
             assert (ROOT / path).exists(), path
-
-    def test_the_readme_is_short(self):
-        assert len(README.splitlines()) <= 125
