@@ -130,9 +130,7 @@ class Capture(CompressedCache):
 def applies(plan: CacheConfig) -> bool:
     """Return whether a plan's cache can be replayed from one plain pass."""
     policy = plan.policy
-    return not (
-        policy.score.repeats or policy.postpone or policy.layers.learns or plan.evict_chunks
-    )
+    return not (policy.score.repeats or policy.layers.learns or plan.evict_chunks)
 
 
 @torch.no_grad()

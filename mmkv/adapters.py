@@ -24,7 +24,6 @@ class Decoder:
     # Name of the block's module that is applied to attention's output before it is added to the
     # residual stream; None: no module.
     added: str | None = None
-    rotary: str | None = None  # why stored keys cannot be rotated again; None if they can
     interleaved: bool = False  # rotary embedding of dimensions 2 i and 2 i + 1 together
     others: str | None = None  # kind of its layers that are not compressed, such as "sliding"
     # Whether its `prepare_inputs_for_generation` drops the cache at some length, and else does what
@@ -61,13 +60,13 @@ def _falcon_attention(
     return module.dense(out.flatten(2)), weights
 
 
-_THREE_AXES = Decoder(rotary="its rotary positions have three parts")
 _GEMMA2 = Decoder(added="post_attention_layernorm", others="sliding")
-_GEMMA3 = replace(_GEMMA2, rotary="its layers have two rotary embeddings")
 
 # Decoders by `config.model_type`.
 DECODERS: dict[str, Decoder] = {
-    **dict.fromkeys(("gemma", "llama", "mistral", "mixtral", "qwen2", "qwen3"), Decoder()),
+    **dict.fromkeys(("gemma", "llama", "ministral3", "mistral", "mixtral"), Decoder()),
+    **dict.fromkeys(("qwen2", "qwen2_vl_text", "qwen2_5_vl_text"), Decoder()),
+    **dict.fromkeys(("qwen3", "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_moe_text"), Decoder()),
     "falcon": Decoder(
         layers="h",
         attention="self_attention",
@@ -76,9 +75,9 @@ DECODERS: dict[str, Decoder] = {
         refused=(("alibi", (False,), "its ALiBi position biases change with the distance"),),
     ),
     "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA3,
+    "gemma3_text": _GEMMA2,
     "gemma4_text": replace(
-        _GEMMA3,
+        _GEMMA2,
         refused=(
             (
                 "num_kv_shared_layers",
@@ -93,23 +92,13 @@ DECODERS: dict[str, Decoder] = {
             ),
         ),
     ),
-    "glm4v_moe_text": _THREE_AXES,
-    "glm4v_text": replace(_THREE_AXES, added="post_self_attn_layernorm", interleaved=True),
+    "glm4v_text": Decoder(added="post_self_attn_layernorm", interleaved=True),
     "gpt_neox": Decoder(attention="attention", output="dense"),
-    "llama4_text": Decoder(
-        rotary="its layers with full attention have no rotary embedding",
-        interleaved=True,
-        others="chunked",
-    ),
-    "ministral3": Decoder(rotary="its queries are scaled by their position"),
-    "opt": Decoder(output="out_proj", rotary="it has learned positions"),
+    "llama4_text": Decoder(interleaved=True, others="chunked"),
+    "opt": Decoder(output="out_proj"),
     "phi3": Decoder(drops_cache=True),
-    "qwen2_5_vl_text": _THREE_AXES,
-    "qwen2_vl_text": _THREE_AXES,
-    "qwen3_5_moe_text": replace(_THREE_AXES, others="linear-attention"),
-    "qwen3_5_text": replace(_THREE_AXES, others="linear-attention"),
-    "qwen3_vl_moe_text": _THREE_AXES,
-    "qwen3_vl_text": _THREE_AXES,
+    "qwen3_5_moe_text": Decoder(others="linear-attention"),
+    "qwen3_5_text": Decoder(others="linear-attention"),
 }
 
 
@@ -224,26 +213,6 @@ class Adapter:
         name = "inv_freq" if hasattr(rotary, "inv_freq") else "full_attention_inv_freq"
         return getattr(rotary, name)
 
-    def rotary_frequencies(self) -> Tensor:
-        """Return frequencies of the rotary embedding, [D / 2], of dimensions i and i + D / 2.
-
-        Raises:
-            ValueError: whole keys cannot be rotated by fixed frequencies.
-        """
-        why = self.facts.rotary
-        if why is None:
-            rotary: Any = self.decoder.rotary_emb
-            if rotary.rope_type not in ("default", "linear", "llama3"):
-                why = f"rope_type={rotary.rope_type!r} changes them with the length"
-            elif 2 * len(rotary.inv_freq) != head_dim(self.config):
-                why = "only a part of each key is turned"
-            else:
-                return rotary.inv_freq
-        raise ValueError(
-            f"reposition=True turns keys by fixed frequencies, which a "
-            f"{type(self.decoder).__name__} does not allow ({why}): use reposition=False"
-        )
-
 
 def of_full_layers(config: Any) -> Any:
     """Return the config of a decoder's layers with full attention (Gemma 4's others differ)."""
@@ -259,11 +228,6 @@ def short_positions(config: Any) -> int | None:
     """
     rope: Any = getattr(config, "rope_parameters", None) or {}
     return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
-
-
-def head_dim(config: Any) -> int:
-    """Return the head dimension of layers with full attention."""
-    return _dim(of_full_layers(config))
 
 
 def _dim(config: Any) -> int:

@@ -77,8 +77,7 @@ def checked(policy: Policy, budget: Any) -> float | int | None:
         )
     min_kept = policy.window_size + policy.sinks
     if isinstance(size, int) and size < min_kept:
-        options = f"window={policy.window_size - policy.postpone}, sinks={policy.sinks}"
-        options += f", postpone={policy.postpone}" if policy.postpone else ""
+        options = f"window={policy.window_size}, sinks={policy.sinks}"
         raise ValueError(
             f"budget={size} is below the {min_kept} tokens that {policy.name!r} always keeps "
             f"({options}): raise it, or lower those"

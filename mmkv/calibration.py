@@ -79,11 +79,6 @@ def calibrate(
             not depend on the prompt.
     """
     chosen = get_policy(policy, **exact_share(policy) | policy_options)
-    if chosen.postpone:
-        raise ValueError(
-            f"calibrate measures prompts alone, and postpone={chosen.postpone} waits for generated "
-            "tokens: leave it out"
-        )
     if chosen.layers.learns:
         raise ValueError(
             "calibrate averages the sizes of all samples, and allocation='sampled' those of the "

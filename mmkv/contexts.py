@@ -240,12 +240,8 @@ def read(
         ValueError: the model is not wrapped, there are no input_ids, or a text or messages without
             a processor.
     """
-    inner, attachment = unwrap_container(model), attachment_of(model)
-    if postpone := attachment.plan.policy.postpone:
-        raise ValueError(
-            f"postpone={postpone} waits for generated tokens, and a context is read without any: "
-            "wrap the model with postpone=0"
-        )
+    attachment_of(model)  # raises ValueError for a model that is not wrapped
+    inner = unwrap_container(model)
     encoded, opened = context_texts.encode(inputs, processor, None, ends=False)
     tensors = _tensors(encoded, inner)
     cache = _read(inner, tensors, prefill_chunk_size)

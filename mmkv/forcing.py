@@ -245,4 +245,4 @@ def drops_nothing(cache: Any) -> bool:
     if plan is None or plan.keeps_everything:
         return True
     policy = plan.policy
-    return policy.decode.name == "grow" and not (policy.reposition or policy.postpone)
+    return policy.decode.name == "grow"

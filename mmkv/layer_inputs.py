@@ -125,23 +125,6 @@ def closed(positions: Tensor, behind: Tensor) -> Tensor:
     return torch.where(flat < 0, flat, moved).view_as(positions).to(positions.dtype)
 
 
-def reposition(keys: Tensor, positions: Tensor, newest: int | Tensor, inv_freq: Tensor) -> Tensor:
-    """Return a copy of keys [R, S, D] whose distances to the newest token are consecutive.
-
-    Positions counted inside the cache, as StreamingLLM published it (arXiv 2309.17453, section
-    3.2): keys are stored with the rotation of their original `positions` [R, S], -1 for an empty
-    slot, and are rotated further by `inv_freq` [D / 2]; pair i is dimensions i and i + D / 2. The
-    newest token's own key is unchanged.
-    """
-    empty = positions < 0
-    rank = positions.masked_fill(empty, newest + 1).argsort(dim=-1).argsort(dim=-1)
-    n_kept = (~empty).sum(dim=-1, keepdim=True)
-    shift = (newest - positions) - (n_kept - 1 - rank)
-    angle = shift.masked_fill(empty, 0)[..., None].float() * inv_freq.to(keys.device).float()
-    cos, sin = (torch.cat([x] * 2, dim=-1) for x in (angle.cos(), angle.sin()))
-    return turn(keys[:, None], cos, sin)[:, 0].to(keys.dtype)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerInputs:
     """The tensors and settings of one layer's attention, from which its tokens are scored.

@@ -50,10 +50,6 @@ class Policy:
         least: the least mean number of tokens per layer and head, if the budget is a fraction; a
             budget in tokens is not raised.
         recent: the share of a layer's size given to the most recent tokens (H2O: half).
-        reposition: give keys consecutive positions inside the cache (StreamingLLM as published).
-        text_prior: image tokens are evicted before all other tokens of the prompt (LOOK-M).
-        postpone: evict a prompt only after this many generated tokens, which are treated as its
-            end: their queries observe too, and they are kept (similar: LAQ, arXiv 2505.20334).
 
     Raises:
         ValueError: an option is out of range, or options contradict each other.
@@ -68,9 +64,6 @@ class Policy:
     sinks: int = 0
     least: int = 0
     recent: float = 0.0
-    reposition: bool = False
-    text_prior: bool = False
-    postpone: int = 0
 
     name: ClassVar[str] = "policy"
     aliases: ClassVar[tuple[str, ...]] = ()
@@ -87,36 +80,10 @@ class Policy:
         for field in dataclasses.fields(self):
             if field.name not in KINDS:
                 check(field.name, getattr(self, field.name), hints[field.name])
-        at_least(0, sinks=self.sinks, least=self.least, postpone=self.postpone)
+        at_least(0, sinks=self.sinks, least=self.least)
         share(zero=True, recent=self.recent)
-        if self.text_prior and self.decode.name in ("fixed", "least"):
-            raise ValueError(
-                f"text_prior=True lets image tokens leave first, but decode={self.decode.name!r} "
-                "drops tokens whatever they are: leave it out, or use decode='ratio' or 'grow'"
-            )
-        if self.postpone:
-            self._check_postponed()
         for part in self.parts.values():
             part.check(self)
-
-    def _check_postponed(self) -> None:
-        """Refuse `postpone` with parts for which generated tokens cannot observe the prompt."""
-        score, option = self.score, f"postpone={self.postpone}"
-        if score.repeats or (score.queries == 0 and score.turn_reduction != "sum"):
-            raise ValueError(
-                f"{option} lets the queries of generated tokens observe, and score={score.name!r} "
-                "asks none of them: use postpone=0, or score='window' or 'accumulated'"
-            )
-        if self.layers.mini_prefill:
-            raise ValueError(
-                f"{option} sizes layers after the prefill, and "
-                f"allocation={self.flat().get('allocation')!r} before it: use allocation='one-pass'"
-            )
-        if self.decode.every:
-            raise ValueError(
-                f"{option} and decode={self.decode.name!r} both let generated tokens observe: use "
-                "one of them"
-            )
 
     @property
     def takes_budget(self) -> bool:
@@ -208,7 +175,7 @@ class Policy:
     @cached_property
     def window_size(self) -> int:
         """How many last tokens observe, and are always kept."""
-        return 0 if self.keeps_all else self.score.window + self.postpone
+        return 0 if self.keeps_all else self.score.window
 
     @cached_property
     def queries(self) -> int | None:

@@ -196,9 +196,6 @@ def _notes(cache: CacheState) -> list[str]:
     assert prompt is not None
     if cache.plan.keeps_everything:
         return ["the full cache: nothing is evicted"]
-    if cache.postpones:
-        progress = f"{cache.due} of postpone={policy.postpone} generated tokens"
-        return [f"held whole: {progress} are to come before it is evicted"]
     notes = list[str]()
     plan, n_whole = cache.plan, 0
     setting = plan.size
@@ -219,7 +216,7 @@ def _notes(cache: CacheState) -> list[str]:
             "importance leaves out"
         )
     competed = int((prompt.valid & ~prompt.is_prompt).sum())
-    if competed and (policy.decode.every or policy.postpone):
+    if competed and policy.decode.every:
         notes.append("generated tokens count as prompt once they have competed")
     if (sampling := cache.plan.sampling) is not None:
         task = f"task {cache.plan.task!r}: " if cache.plan.task else ""

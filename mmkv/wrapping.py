@@ -247,15 +247,9 @@ def planned(
             f"evict_chunks={evict_chunks!r}: expected True or False; "
             "generate(..., prefill_chunk_size=...) sets the length of a chunk"
         )
-    if chosen.postpone and evict_chunks:
-        raise ValueError(
-            f"evict_chunks=True evicts while a prompt is read, and postpone={chosen.postpone} "
-            "after it: use one of them"
-        )
-    inv_freq = parts.rotary_frequencies() if chosen.reposition else None
     codes.check(kv_dtype)
     sampling = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
-    fields = checked_budget, fractions, inv_freq, kv_dtype, evict_chunks
+    fields = checked_budget, fractions, kv_dtype, evict_chunks
     config = CacheConfig(chosen, *fields, graph=graph and parts.ranks == 1, sampling=sampling)
     if memory is not None:
         _, head_dim = parts.pair_shape(compressed[0])

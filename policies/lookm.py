@@ -8,12 +8,56 @@ no image token is left. A prompt without pictures, which the code does not compr
 accumulated attention alone.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from mmkv.merge.neighbours import MergeByFeature
+from mmkv.parts import register_part
 from mmkv.policy import Merge, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.accumulated import AccumulatedAttention
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mmkv.layer_inputs import LayerInputs
+
+# The paper adds the largest score to the scores of text. The scores of image tokens times this
+# power of two rank the same, without rounding, below any that text has.
+_BEHIND_TEXT = 2.0**-64
+
+
+@register_part("text-first")
+@dataclass(frozen=True, kw_only=True)
+class TextFirst(AccumulatedAttention):
+    """Accumulated attention that ranks image tokens behind all text (LOOK-M, section 3.2).
+
+    Image tokens are known by their ids; if the model is given embeddings alone, all is text.
+
+    Options:
+        value: how a token's value counts, as for "accumulated".
+        average_heads: rank tokens once per layer, by the mean over heads.
+    """
+
+    def check(self, policy: Policy) -> None:
+        """Check that decoding does not drop tokens by attention alone."""
+        super().check(policy)
+        if policy.decode.name == "fixed":
+            raise ValueError(
+                "score='text-first' lets image tokens leave first, but decode='fixed' drops tokens "
+                "whatever they are: use decode='ratio' or 'grow', or score='accumulated'"
+            )
+
+    def __call__(self, layer: LayerInputs) -> Tensor:
+        """Return the scores; those of image tokens are below all others."""
+        scores = super().__call__(layer)
+        if layer.image is None:
+            return scores
+        return scores * torch.where(layer.image.to(scores.device), _BEHIND_TEXT, 1.0)[:, None]
 
 
 @register_policy("lookm", aliases=("look-m",))
@@ -22,7 +66,6 @@ class LookM(Policy):
     """Accumulated attention, text before images; evicted pairs are merged by similar keys."""
 
     paper = "LOOK-M, arXiv 2406.18139"
-    score: Score = AccumulatedAttention()
+    score: Score = TextFirst()
     recent: float = 0.5
     merge: Merge | None = MergeByFeature()
-    text_prior: bool = True

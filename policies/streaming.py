@@ -1,8 +1,8 @@
 """StreamingLLM: keep a few first tokens (attention sinks) and the most recent ones.
 
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453,
-section 3. The paper numbers positions inside the cache: `reposition=True`. It is off by default,
-because a prompt shorter than the training length needs no new positions.
+section 3. The paper numbers positions inside the cache, so that a stream has no end; here tokens
+keep their positions, and a stream ends at the model's `max_position_embeddings`.
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,16 +55,9 @@ class Attachment:
 
     @property
     def plan(self) -> CacheConfig:
-        """Policy, budget and profile, with the copy probe's head sizes as soon as it can run.
-
-        A model that was cast to another type has other rotary frequencies.
-        """
+        """Policy, budget and profile, with the copy probe's head sizes as soon as it can run."""
         if self._plan.waits_for_probe:
             self._plan = copy_probe.settled(self, self._plan)
-        if (old := self._plan.inv_freq) is not None:
-            frequencies = self.parts.rotary_frequencies()
-            if frequencies is not old:
-                self._plan = replace(self._plan, inv_freq=frequencies)
         return self._plan
 
     def remember_inputs(self) -> None:

@@ -96,7 +96,6 @@ def before_decoder(
         mask, has_cache = kwargs.get("attention_mask"), cache is not None
         running = ForwardPass.begin(module, mask=mask, has_cache=has_cache)
     running.entered, running.parts = True, parts
-    running.numbered = kwargs.get("position_ids") is not None
     if not running.has_cache and isinstance(cache, DynamicCache):
         cache = cache if cache.get_seq_length() else None  # an empty one is made by Idefics3
     if cache is None:
@@ -262,13 +261,10 @@ def _image_tokens(
     if not tokens:
         return None
     if ids is None or ids.shape != valid.shape:
-        option, alternative = "text_prior=True", "text_prior=False"
-        if policy.protect is not None:
-            option, alternative = "protect='instruction'", "protect='none'"
-        elif not policy.text_prior:
+        if policy.protect is None:
             return None
         raise ValueError(
-            f"{option} tells text from image tokens by input_ids, and the model was given "
-            f"inputs_embeds alone: pass input_ids, or use {alternative}"
+            "protect='instruction' tells text from image tokens by input_ids, and the model was "
+            "given inputs_embeds alone: pass input_ids, or use protect='none'"
         )
     return torch.isin(ids, torch.tensor(tokens, device=ids.device)).to(valid.device)

@@ -163,7 +163,7 @@ class _Repeater:
         positions = torch.arange(T, T + R, device=device).masked_fill(~valid, -1)[:, None]
         prompt_kv.scores = self._scored(prompt_kv, layer_idx, call, valid)
         extended = prompt_kv.extended(call.key, call.value, positions)
-        return extended.attend(call.query, T, scale=call.scale, softcap=call.softcap)
+        return extended.attend(call.query, scale=call.scale, softcap=call.softcap)
 
     def _scored(self, kv: PromptKV, layer_idx: int, call: AttentionCall, valid: Tensor) -> Tensor:
         """Return the scores [B, H, U] of a layer's tokens, updated for the repeated tokens."""

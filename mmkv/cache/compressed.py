@@ -11,7 +11,6 @@ the new ones under the same budget. `CacheState` holds the state of the cache be
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,16 +108,11 @@ class CompressedCache(CacheState):
             phase.until = None
         is_complete = phase.until is None
         phase.evicts = is_complete or (plan.evict_chunks and not all(prompt.waits))
-        phase.postpones = bool(plan.policy.postpone) and not (
-            phase.keeps_all or plan.keeps_everything
-        )
         self._prepare_scores(prompt, phase)
         if not phase.evicts:
             return
         if is_complete:
             prompt.check_ends()
-        if phase.postpones:
-            return
         if is_complete and not phase.keeps_all:
             plan.log_shortfalls(prompt, len(self.compressed))
         scores_first = plan.needs_all_layers and plan.policy.layers.mini_prefill
@@ -157,10 +151,8 @@ class CompressedCache(CacheState):
         valid = self.valid_tokens(self.get_seq_length() + q)
         assert valid is not None
         self.prompt = self._marked(valid[:, :0], None, valid)
-        phase.reading = Reading(evicts=True, similarity=phase.similarity)
+        phase.reading = Reading(evicts=True)
         self._prepare_scores(self.prompt, phase.reading)
-        if phase.postponed:
-            self.plan.log_shortfalls(self.prompt, len(self.compressed))
         if not self.plan.needs_all_layers:
             phase.reading.sizes = self._sizes(self.prompt)
 
@@ -182,11 +174,6 @@ class CompressedCache(CacheState):
             raise ValueError(
                 f"{q} tokens at once behind a compressed prompt: policy {self.plan.policy.name!r} "
                 "drops a token a step while decoding; feed them one by one, or use decode='grow'"
-            )
-        if self.postpones and q > self.due:
-            raise ValueError(
-                f"{q} tokens at once behind a prompt that is evicted after {self.due} more "
-                f"(postpone={self.plan.policy.postpone}): feed them one by one"
             )
         if mask is None:
             return
@@ -238,10 +225,7 @@ class CompressedCache(CacheState):
                     past = past.masked(self.prompt.valid)
                 prompt_kv = past.extended(key, value, positions)
         if out is None:
-            turned: Any = {"inv_freq": self.plan.inv_freq}
-            if self.plan.inv_freq is not None and running.numbered:
-                turned["positions"] = self.prompt.closed(prompt_kv.positions)
-            attended = prompt_kv.attend(query, first, among=view, **turned, **options)
+            attended = prompt_kv.attend(query, among=view, **options)
             out = refuse_gradient(attended), None
         with outside_inference_mode(), torch.no_grad():
             inputs = running.inputs(layer_idx, prompt_kv, query=query, mask=view, **options)
@@ -272,7 +256,6 @@ class CompressedCache(CacheState):
             if (reading := self.phase.reading) is not None:
                 prompt_kv = kept.dense()
                 queries, rotary = layer.remembered()
-                prompt_kv.tail = layer.tail.of_last(prompt_kv.keys.shape[2] - queries.shape[2])
                 if rotary is not None:
                     running.rotary[layer_idx] = rotary
                 inputs = running.inputs(layer_idx, prompt_kv, query=queries, mask=None, **options)
@@ -285,29 +268,15 @@ class CompressedCache(CacheState):
     def _read(self, layer_idx: int, phase: Reading, prompt_kv: PromptKV, new: LayerInputs) -> None:
         """Evict a layer at once if its size is known, else keep all of its tokens."""
         layer: Any = self.layers[layer_idx]
-        layer.reply_queries, layer.tail = [], Tail()
-        if phase.evicts and not phase.postpones:
+        layer.reply_queries = []
+        if phase.evicts:
             prompt_kv.tail = Tail()  # the prompt is complete
         else:
             assert self.prompt is not None
             prompt_kv.remember(self.plan.policy, new, self.prompt)
         layer.state = prompt_kv
-        if phase.evicts and phase.postpones:
-            self._postpone(layer_idx, prompt_kv)
         if phase.sizes is not None:
             self._evict(layer_idx, phase.sizes[self.ordinal[layer_idx]])
-
-    def _postpone(self, layer_idx: int, prompt_kv: PromptKV) -> None:
-        """Move all tokens of a layer into blocks with room for those generated before eviction."""
-        assert self.prompt is not None
-        layer: Any = self.layers[layer_idx]
-        prompt, n_generated = self.prompt, self.plan.policy.postpone
-        layer.tail = prompt_kv.tail.by_age(prompt_kv.positions)
-        full_plan = replace(self.plan, budget=1.0, kv_dtype=None)
-        sizes, numbered = prompt.lengths, self._numbered
-        layer.state = evict(
-            prompt_kv, full_plan, prompt, sizes, n_generated, layer_idx, numbered=numbered
-        )
 
     def finish(self) -> None:
         """Size and evict the layers that wait for the last layer of the pass."""
@@ -325,9 +294,9 @@ class CompressedCache(CacheState):
                 for i, size, heads in zip(self.ordinal, sizes, split, strict=True):
                     self._evict(i, size, heads)
         if isinstance(phase, Decoding):
-            phase.reading, phase.postponed = None, False
+            phase.reading = None
         elif phase.until is None:
-            self.phase = Decoding(postponed=phase.postpones, similarity=phase.similarity)
+            self.phase = Decoding()
 
     @property
     def _reading(self) -> Reading | None:
@@ -337,7 +306,7 @@ class CompressedCache(CacheState):
     def _prepare_scores(self, prompt: TokenMasks, phase: Reading) -> None:
         """Set whether this pass scores: if it evicts, and always if scores are sums over turns."""
         plan, score = self.plan, self.plan.policy.score
-        evicts = phase.evicts and not (phase.keeps_all or phase.postpones)
+        evicts = phase.evicts and not phase.keeps_all
         adds = score.turn_reduction == "sum" and not plan.keeps_everything
         phase.scores = (adds or (evicts and any(plan.evicting(prompt)))) and not score.repeats
         sized = phase.scores and score.uses_size
@@ -374,10 +343,4 @@ class CompressedCache(CacheState):
             last = self.prompt.is_prompt[0].nonzero()[-1]
             n_newest = self.prompt.valid.shape[1] - 1 - int(last)
         arguments = layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split
-        layer.state = evict(*arguments, numbered=self._numbered, n_newest=n_newest)
-
-    @property
-    def _numbered(self) -> bool:
-        """Whether rotary positions of this pass count a row's tokens alone."""
-        running = current.get()
-        return running is None or running.numbered
+        layer.state = evict(*arguments, n_newest=n_newest)

@@ -35,8 +35,6 @@ class CacheConfig:
     policy: Policy
     budget: float | int | None
     fractions: tuple[float, ...] | None = None
-    # Frequencies of the decoder's rotary embedding [D / 2], for policy.reposition.
-    inv_freq: Tensor | None = field(default=None, repr=False, compare=False)
     # The type of kept pairs: "int8", "int4", or None for the model's own type.
     kv_dtype: str | None = None
     # Evict after every chunk of a prompt that is read in chunks, not only after the last.

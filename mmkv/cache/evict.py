@@ -37,7 +37,6 @@ def evict(
     layer_idx: int,
     split: Tensor | None = None,
     *,
-    numbered: bool = True,
     n_newest: int = 0,
 ) -> KeptKV:
     """Choose the tokens that a layer keeps, merge or drop the others, and copy them into blocks.
@@ -50,7 +49,6 @@ def evict(
         expected: how many tokens will be generated; 0 if that is not known.
         layer_idx: the index of the layer.
         split: the result of `head_sizes` for this layer.
-        numbered: whether rotary positions count a row's tokens alone, not padding between them.
         n_newest: how many of the last tokens were generated since the prompt.
     """
     policy, (B, H, U, _) = plan.policy, prompt_kv.keys.shape
@@ -119,7 +117,6 @@ def evict(
     start = prompt.valid.shape[1] - min(n_newest, NEWEST)
     means = None if prompt_kv.means is None else prompt_kv.means.flatten(0, 1)
     blocks: list[PaddedBlock] = []
-    behind = prompt.behind if numbered and plan.inv_freq is not None else None
     errors = torch.zeros(B * H, 2, 2, device=keys.device)
     for rows, schedule, width, capacity in planned(
         plan, prompt, counts, n_pinned, expected, keys.device
@@ -149,10 +146,8 @@ def evict(
         if block_mass is not None and schedule.needs_decode_attention:
             block_mass.masked_fill_(block_positions < 0, torch.inf)
         weights = None if bias is None else pad(bias[index, :width], padding)
-        fields = rows, stored, block_positions, block_mass, schedule, plan.inv_freq, weights
+        fields = rows, stored, block_positions, block_mass, schedule, weights
         block = PaddedBlock(*fields)
-        if behind is not None:
-            block.behind = behind.to(index.device)[index // H]
         block.set_bias(width)
         blocks.append(block)
     error = None if plan.kv_dtype is None else relative_error(errors.view(B, H, 2, 2).sum(1))

@@ -56,8 +56,6 @@ class ForwardPass:
         has_cache: whether the model was called with a cache.
         generating: whether `generate` makes the call: it only appends ones to its mask.
         entered: whether the decoder's forward has begun.
-        numbered: whether the decoder was given `position_ids`, which count a row's tokens alone;
-            without them it counts padding too.
         cache: the cache of this pass; None before the decoder begins, and without a cache.
         masked: bool [B, seen], kept tokens that the mask hides in this pass; None: none.
         streams: the residual stream [B, q, hidden] before each layer, for SqueezeAttention.
@@ -76,7 +74,6 @@ class ForwardPass:
     has_cache: bool = False
     generating: bool = False
     entered: bool = False
-    numbered: bool = False
     cache: CompressedCache | None = None
     masked: Tensor | None = None
     streams: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -170,7 +167,6 @@ class Reading:
         evicts: whether this pass evicts: the last pass of a prompt does, and with
             `CacheConfig.evict_chunks` every pass, in all rows that do not end in padding.
         keeps_all: whether no token is evicted, as for a question about a context.
-        postpones: whether eviction waits until some tokens are generated.
         scores: whether this pass scores the tokens of each layer.
         mean_sizes: [B], mean number of tokens a head keeps; None if the score does not use it.
         sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
@@ -184,7 +180,6 @@ class Reading:
     until: int | None = None
     evicts: bool = False
     keeps_all: bool = False
-    postpones: bool = False
     scores: bool = False
     mean_sizes: list[float] | None = None
     sizes: list[list[int]] | None = None
@@ -203,7 +198,8 @@ class Reading:
 
     def select_rows(self, batch: Tensor) -> None:
         """Keep the rows `batch`."""
-        self.similarity = _rows(self.similarity, batch)
+        for i, (x, n) in self.similarity.items():
+            self.similarity[i] = x[batch.to(x.device)], n[batch.to(n.device)]
         self.chunks = [(x[batch.to(x.device)], p[:, batch.to(p.device)]) for x, p in self.chunks]
 
 
@@ -212,24 +208,12 @@ class Decoding:
     """The prompt is complete: each pass reads generated tokens.
 
     Attributes:
-        waiting: generated tokens that have not competed yet (decode="rounds", postpone).
-        reading: the round, or the postponed eviction, of this pass; None if there is none.
-        postponed: whether the prompt is still to be evicted.
-        similarity: that of the prompt, see `Reading`.
+        waiting: generated tokens that have not competed yet (decode="rounds").
+        reading: the round of this pass; None if there is none.
     """
 
     waiting: int = 0
     reading: Reading | None = None
-    postponed: bool = False
-    similarity: Similarity = field(default_factory=dict[int, "tuple[Tensor, Tensor]"])
-
-    def select_rows(self, batch: Tensor) -> None:
-        """Keep the rows `batch`."""
-        self.similarity = _rows(self.similarity, batch)
-
-
-def _rows(similarity: Similarity, batch: Tensor) -> Similarity:
-    return {i: (x[batch.to(x.device)], n[batch.to(n.device)]) for i, (x, n) in similarity.items()}
 
 
 class NotCapturableError(RuntimeError):

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.padded_blocks import PaddedBlock
-from mmkv.cache.prompt_kv import PromptKV, Tail, token_numbers
+from mmkv.cache.prompt_kv import PromptKV, token_numbers
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.layer_inputs import Rotary, rows_of
 
@@ -194,8 +194,7 @@ class KeptKV:
         key, value = key.detach().flatten(0, 1), value.detach().flatten(0, 1)
         if (rotation := self.blocks[0].stored.rotation) is not None:
             rows, key = rows.to(rotation.dtype), key.to(rotation.dtype) @ rotation
-            if self.blocks[0].inv_freq is None:
-                rows = rows @ rotation
+            rows = rows @ rotation
         if masked is not None:
             masked = masked.repeat_interleave(self.heads, dim=0)
         inputs = (rows, key, value) if masked is None else (rows, key, value, masked)
@@ -255,8 +254,7 @@ class CompressedLayer(CacheLayerMixin):
         state: None before the first prompt; `PromptKV` before eviction; `KeptKV` after it. It is
             replaced as a whole, so that no value of an earlier state remains.
         reply_queries: queries [B, Hq, q, D] of the generated tokens since the last round, and
-            their rotary embedding, if the next round scores with them (decode="rounds", postpone).
-        tail: the prompt's last queries, if the next round scores with them too.
+            their rotary embedding, if the next round scores with them (decode="rounds").
     """
 
     is_compileable = False
@@ -273,7 +271,6 @@ class CompressedLayer(CacheLayerMixin):
         self.seen = 0
         self.state: PromptKV | KeptKV | None = None
         self.reply_queries: list[tuple[Tensor, Rotary | None]] = []
-        self.tail = Tail()
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -333,7 +330,6 @@ class CompressedLayer(CacheLayerMixin):
         """Keep the rows `batch`, which may repeat."""
         if self.state is not None:
             self.state = self.state.select_rows(batch)
-        self.tail = rows_of(self.tail, batch)
         replies = self.reply_queries
         self.reply_queries = [(rows_of(x, batch), rows_of(rotary, batch)) for x, rotary in replies]
 
@@ -346,9 +342,7 @@ class CompressedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of the storages of keys and values, and of queries stored for the next round."""
         kv_bytes = 0 if self.state is None else self.state.nbytes
-        remembered = [query for query, _ in self.reply_queries]
-        remembered += [] if self.tail.query is None else [self.tail.query]
-        return kv_bytes + sum(query.untyped_storage().nbytes() for query in remembered)
+        return kv_bytes + sum(query.untyped_storage().nbytes() for query, _ in self.reply_queries)
 
     def dense(self) -> PromptKV | None:
         """Return all stored pairs of earlier tokens; None before the first prompt."""

@@ -99,7 +99,6 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
     row_of = torch.from_numpy(np.arange(B * H).repeat(counts)).to(device)
     protected = prompt.protected.to(device)[row_of // H, tensors["positions"].long()]
     n_pinned = torch.bincount(row_of[protected], minlength=B * H).cpu().numpy()
-    behind = prompt.behind if plan.inv_freq is not None else None
     names = tensors.keys() & {"positions", "keys", "values", "codes", "ranges", "scores", "bias"}
     blocks: list[PaddedBlock] = []
     for rows, schedule, width, capacity in planned(plan, prompt, counts, n_pinned, 0, device):
@@ -121,10 +120,8 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
                 opened=False,
                 reuses=schedule.drops or width == 0,
             )
-        fields = rows, stored, positions, x.get("scores"), schedule, plan.inv_freq, x.get("bias")
+        fields = rows, stored, positions, x.get("scores"), schedule, x.get("bias")
         block = PaddedBlock(*fields)
-        if behind is not None:
-            block.behind = behind.to(device)[index // H]
         block.set_bias(width)
         blocks.append(block)
     others: Any = {name: tensors.get(name) for name in ("retained", "error", "group_index")}

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mmkv.cache import varlen
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.plain import PlainKV
 from mmkv.cache.products import Coded, mixed, needs_gradient, products
 from mmkv.cache.quantize import QuantizedKV
-from mmkv.layer_inputs import closed, reposition
 from mmkv.parts.slots import SlotSchedule, spare
 
 aten: Any = torch.ops.aten
@@ -48,9 +46,6 @@ class PaddedBlock:
         schedule: chooses the slot of each new token.
         log_weights: float32 [R, S], the logarithm of each slot's weight, which is part of the
             bias; None: every slot stands for one token.
-        inv_freq: [D / 2], to count positions inside the cache; None to keep the original ones.
-        behind: int64 [R, T], the padding behind each of the prompt's tokens that their rotation
-            leaves out, if positions are counted inside the cache; None: none.
     """
 
     row_numbers: np.ndarray
@@ -59,10 +54,8 @@ class PaddedBlock:
     positions: Tensor
     mass: Tensor | None
     schedule: SlotSchedule
-    inv_freq: Tensor | None = None
     log_weights: Tensor | None = None
     bias: Tensor | None = None
-    behind: Tensor | None = None
     # The attention weights [R, G, S] of a step; allocated when first needed.
     weights: Tensor | None = None
     # Whether a clock drives the steps (`freeze`).
@@ -254,28 +247,17 @@ class PaddedBlock:
         accumulates = self.mass is not None and self.schedule.needs_decode_attention
         if accumulates and (self.weights is None or self.weights.shape[2] != width):
             self.weights = torch.empty(*query.shape[:2], width, device=query.device)
-        fast = isinstance(self.stored, PlainKV) and not accumulates and varlen.ENABLED
-        fast = fast and q == 1 and softcap is None and varlen.applies(query)
-        whole, out = softcap is not None or self.inv_freq is not None, list[Tensor]()
+        whole, out = softcap is not None, list[Tensor]()
         options: Any = {"scale": scale, "softcap": softcap}
         for rows, keys, values in self.stored.parts(width, whole=whole):
             seen = None if visible is None else visible[rows]
-            if self.inv_freq is not None:
-                keys, places = self.stored.unrotated(keys), self.positions[rows, :width]
-                places = places if self.behind is None else closed(places, self.behind[rows])
-                keys = reposition(keys, places, position + q - 1, self.inv_freq)
             if accumulates and self.weights is not None:
                 with torch.no_grad():
                     weigh(query[rows], keys, seen, self.weights[rows], **options)
                 if not query.requires_grad:
                     out.append(mixed(self.weights[rows], values))
                     continue
-            if fast and isinstance(keys, Tensor) and isinstance(values, Tensor):
-                slot = torch.arange(1, width + 1, device=query.device, dtype=torch.int32)
-                used = (slot * (self.positions[:, :width] >= 0)).amax(-1)
-                out.append(varlen.varlen_attend(query, keys, values, used, seen, scale))
-            else:
-                out.append(attend(query[rows], keys, values, seen, **options))
+            out.append(attend(query[rows], keys, values, seen, **options))
         if accumulates and self.mass is not None and self.weights is not None:
             R, G, _ = query.shape
             mean = self.weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
@@ -317,7 +299,6 @@ class PaddedBlock:
             bias=None if self.bias is None else self.bias[index],
             mass=None if self.mass is None else self.mass[index],
             log_weights=None if self.log_weights is None else self.log_weights[index],
-            behind=None if self.behind is None else self.behind[index],
             schedule=self.schedule.select(chosen),
             weights=None,
             frozen=False,

@@ -58,10 +58,6 @@ class PlainKV:
         else:
             yield slice(None), self.keys[:, :width], self.values[:, :width]
 
-    def unrotated(self, keys: Any) -> Tensor:
-        """Return keys as the model made them, which these are."""
-        return keys
-
     def pieces(self, position: int, q: int) -> list[int]:
         """Return that all q tokens are written at once."""
         return [q]

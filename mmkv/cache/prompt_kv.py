@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.config import TokenMasks
 from mmkv.cache.padded_blocks import attend
-from mmkv.layer_inputs import LayerInputs, Rotary, reposition, rows_of
+from mmkv.layer_inputs import LayerInputs, Rotary, rows_of
 from mmkv.parts.slots import send
 from mmkv.policy import Policy
 from mmkv.scores.observers import tile
@@ -32,24 +32,6 @@ class Tail:
     mask: Tensor | None = None  # bool [B, 1 or H, w, U], which keys they see; None: causal
     rotary: Rotary | None = None  # of these queries, if the score needs it
     present: Tensor | None = None  # bool [B, w], False for padding
-
-    def by_age(self, positions: Tensor) -> Tail:
-        """Sort the columns of the mask by `positions` [B, 1 or H, U]."""
-        if self.mask is None:
-            return self
-        order = positions.argsort(dim=-1, stable=True)
-        mask = self.mask.expand(-1, order.shape[1], -1, -1)
-        return replace(self, mask=mask.gather(-1, order[:, :, None].expand_as(mask)))
-
-    def of_last(self, n: int) -> Tail:
-        """Restrict it to the last `n` keys, as padding before them may have been removed."""
-        if self.query is None:
-            return self
-        w = min(n, self.query.shape[2])
-        mask = None if self.mask is None else self.mask[:, :, -w:, -n:]
-        rotary = None if self.rotary is None else self.rotary.last(w)
-        present = None if self.present is None else self.present[:, -w:]
-        return Tail(self.query[:, :, -w:], mask, rotary, present)
 
 
 @dataclass(frozen=True)
@@ -194,27 +176,20 @@ class PromptKV:
     def attend(
         self,
         query: Tensor,
-        first: int,
         *,
         scale: float,
         softcap: float | None = None,
-        inv_freq: Tensor | None = None,
-        positions: Tensor | None = None,
         among: Tensor | None = None,
     ) -> Tensor:
         """Attend from the last q tokens to all: query [B, Hq, q, D] -> [B, q, Hq, D].
 
-        `first` is the position of the first of the q; `positions` [B, 1 or H, U] are those by which
-        `inv_freq` turns keys, if others; `among`, bool [B, 1, q, q], says which of the q see which
-        (None: causal). Other arguments are those of `padded_blocks.attend`.
+        `among`, bool [B, 1, q, q], says which of the q see which (None: causal). Other arguments
+        are those of `padded_blocks.attend`.
         """
         B, Hq, q, _ = query.shape
         H, U = self.keys.shape[1:3]
         keys, values = self.keys.flatten(0, 1), self.values.flatten(0, 1)
-        positions = self.positions if positions is None else positions
-        positions = positions.expand(B, H, -1).flatten(0, 1)
-        if inv_freq is not None:
-            keys = reposition(keys, positions, first + q - 1, inv_freq)
+        positions = self.positions.expand(B, H, -1).flatten(0, 1)
         if among is not None:
             among = among.to(keys.device).expand(B, H, q, q).flatten(0, 1)
         old, present = U - q, positions[:, None] >= 0

@@ -189,7 +189,7 @@ def ranked(
     """Rank the tokens of one layer.
 
     Args:
-        policy: its `heads`, `merge`, `recent` and `text_prior` are used.
+        policy: its `heads`, `merge` and `recent` are used.
         kv: the tokens; without scores if every row keeps all of them.
         prompt: the masks of the tokens.
         sizes: tokens kept per head, for each of the B rows.
@@ -203,8 +203,7 @@ def ranked(
         P = 1 if kv.scores is None else kv.scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
         known = counts[:, None].expand(-1, P), n_pinned[:, None].expand(-1, P)
-    masks = prompt.always_kept, prompt.protected, prompt.image
-    always_kept, protected, image = marked(masks, kv.positions)
+    always_kept, protected = marked([prompt.always_kept, prompt.protected], kv.positions)
     free = (kv.positions >= 0) & ~always_kept
     scores, present, always_kept, size = contested(policy, kv, always_kept, sizes)
     protected = protected.expand(present.shape)
@@ -218,8 +217,6 @@ def ranked(
         n_newest = (size // 8).clamp(max=merge.newest).minimum(size - always_kept.sum(-1))
         always_kept = always_kept | _last(n_newest, present & ~always_kept)
     rank = scores.masked_fill(always_kept, float("inf")).masked_fill(~present, float("-inf"))
-    if policy.text_prior:
-        rank = _text_first(rank, image.expand(present.shape))
     return Ranking(rank, size, protected, free, known)
 
 
@@ -354,19 +351,6 @@ def head_sizes(
     totals = totals.minimum(torch.stack(n_free).sum(0))
     split = policy.heads(torch.cat(competing, dim=1), totals, layer_idx=0)
     return list((n_required + split.view_as(n_required)).cpu().unbind(1))
-
-
-def _text_first(rank: Tensor, image: Tensor) -> Tensor:
-    """Rank tokens where `image`, bool [B, H, U], is True below all others but those of -inf.
-
-    LOOK-M (arXiv 2406.18139) adds the largest score to the scores of text. Here ranks replace the
-    scores, as the sum would round small differences away.
-    """
-    order = rank.argsort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, image.gather(-1, order).int().argsort(dim=-1, stable=True))
-    places = torch.arange(rank.shape[-1], 0, -1, device=rank.device, dtype=rank.dtype)
-    ranks = torch.empty_like(rank).scatter_(-1, order, places.expand_as(rank))
-    return torch.where(rank.isinf(), rank, ranks)
 
 
 def contested(

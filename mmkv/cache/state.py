@@ -79,21 +79,14 @@ class CacheState(Cache):
     @property
     def observes_replies(self) -> bool:
         """Whether queries of generated tokens are stored, to score with them in a later round."""
-        rounds = self.plan.policy.decode.every > 0
-        return (rounds or self.postpones) and not self.plan.keeps_everything
-
-    @property
-    def postpones(self) -> bool:
-        """Whether eviction of the prompt waits until some more tokens are generated."""
-        return isinstance(self.phase, Decoding) and self.phase.postponed
+        return self.plan.policy.decode.every > 0 and not self.plan.keeps_everything
 
     @property
     def due(self) -> int:
-        """How many tokens must be generated before the next round or the postponed eviction."""
+        """How many tokens must be generated before the next round."""
         assert isinstance(self.phase, Decoding)
-        policy = self.plan.policy
-        after = policy.decode.every + policy.decode.latest
-        return max(0, (policy.postpone if self.phase.postponed else after) - self.phase.waiting)
+        decode = self.plan.policy.decode
+        return max(0, decode.every + decode.latest - self.phase.waiting)
 
     def crosses(self, q: int) -> bool:
         """Return whether the next q tokens may pass the position at which frequencies change."""
@@ -197,7 +190,8 @@ class CacheState(Cache):
         if self.prompt is not None:
             self.prompt = self.prompt.rows(batch)
         self.rope_deltas, self.ids = rows_of(self.rope_deltas, batch), rows_of(self.ids, batch)
-        self.phase.select_rows(batch)
+        if isinstance(self.phase, Reading):
+            self.phase.select_rows(batch)
 
     def reset(self) -> None:
         """Drop everything, ready for a new prompt."""

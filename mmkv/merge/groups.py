@@ -33,8 +33,6 @@ from mmkv.scores.observers import largest, rows, spans, tile
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV, ReferenceQueries
     from mmkv.cache.selection import Kept, Ranking
-    from mmkv.policy import Policy
-
 
 # A fitted weight differs from the number of tokens by at most this factor, as a logarithm.
 _BOUND = math.log(4)
@@ -64,14 +62,6 @@ class MergeIntoGroups(Merge):
     value_weight: NonNegativeFloat = 0.35
     fit: NonNegativeInt = 16
     weighted = True
-
-    def check(self, policy: Policy) -> None:
-        """Check that keys are not given new positions, as a group has no single one."""
-        if policy.reposition:
-            raise ValueError(
-                "merge='groups' averages keys of many positions, and reposition=True turns each "
-                "key from its own: use one of them"
-            )
 
     def __call__(self, prompt_kv: PromptKV, ranking: Ranking) -> Kept:
         """Return one pair for each leader, of all tokens that it leads."""

@@ -7,14 +7,13 @@ those of `mmkv.scores`.
 """
 
 from mmkv.sizes.heads import adaptive_heads
-from mmkv.sizes.layers import fit, geometric, pyramid, uniform
+from mmkv.sizes.layers import fit, pyramid, uniform
 from mmkv.sizes.retention import pooled, prefix
 from mmkv.sizes.squeeze import squeeze
 
 __all__ = [
     "adaptive_heads",
     "fit",
-    "geometric",
     "pooled",
     "prefix",
     "pyramid",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from mmkv.parts import Layers, PositiveShare, SizeInputs, at_least, register_part
+from mmkv.parts import Layers, SizeInputs, at_least, register_part
 
 # Sizes closer than this to a whole number are rounded to it, so that rounding errors of floats
 # neither cost a layer a token nor decide a tie.
@@ -46,24 +46,6 @@ class PyramidLayers(Layers):
             budget, bound = total - L * floor, length - floor
             sizes.append([floor + n for n in pyramid(L, budget, beta=self.beta, max_size=bound)])
         return sizes
-
-
-@register_part("geometric")
-@dataclass(frozen=True, kw_only=True)
-class GeometricLayers(Layers):
-    """Sizes fall by one factor with depth (PyramidInfer, arXiv 2405.12532, section 3).
-
-    Options:
-        decay: each layer's size as a share of the one before, in (0, 1].
-    """
-
-    decay: PositiveShare = 0.9
-
-    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """Return a geometric series for each row."""
-        L, decay = rows.n_layers, self.decay
-        row_sizes = zip(rows.totals, rows.lengths, strict=True)
-        return [geometric(L, total, decay=decay, max_size=length) for total, length in row_sizes]
 
 
 def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) -> list[int]:
@@ -171,35 +153,3 @@ def pyramid(n_layers: int, total: int, *, beta: float = 20, max_size: int) -> li
         first, last = float(max_size), 2 * mean - max_size
     step = (first - last) / max(n_layers - 1, 1)
     return fit([first - step * layer for layer in range(n_layers)], total, max_size=max_size)
-
-
-def geometric(n_layers: int, total: int, *, decay: float = 0.95, max_size: int) -> list[int]:
-    """Return sizes that shrink by the same factor from each layer to the next.
-
-    Layers whose share exceeds `max_size` keep `max_size`, and the series starts after them.
-
-    Args:
-        n_layers: number of layers.
-        total: tokens to spend over all layers.
-        decay: size of a layer over that of the one before, in (0, 1]. By the default the last of
-            32 layers keeps a fifth of what the first keeps.
-        max_size: most tokens of a layer.
-
-    Returns:
-        `[L]`, tokens per layer, not increasing, of sum `total`.
-
-    Raises:
-        ValueError: `total` does not fit into the layers or `decay` is out of range.
-
-    Source: PyramidInfer, arXiv 2405.12532, section 3; the paper lets the fraction decay with depth
-    but spends no fixed total, so the series is scaled to spend it.
-    """
-    if not 0 < decay <= 1:
-        raise ValueError(f"decay must be in (0, 1], got {decay}")
-    for full in range(n_layers):
-        series = [decay**layer for layer in range(n_layers - full)]
-        first = (total - full * max_size) / sum(series)
-        if first <= max_size:
-            sizes = [float(max_size)] * full + [first * term for term in series]
-            return fit(sizes, total, max_size=max_size)
-    return fit([float(max_size)] * n_layers, total, max_size=max_size)

@@ -130,13 +130,8 @@ def _check_policy(policy: Policy) -> None:
             f"{name} drops tokens while it decodes (decode={policy.decode.name!r}), which vLLM's "
             "blocks cannot: use decode='grow'"
         )
-    for option, value in (
-        ("protect", policy.protect),
-        ("reposition", policy.reposition),
-        ("postpone", policy.postpone),
-    ):
-        if value:
-            raise ValueError(f"{name}: {option} is not supported in vLLM: leave it out")
+    if policy.protect is not None:
+        raise ValueError(f"{name}: protect is not supported in vLLM: leave it out")
 
 
 def _check_version() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.sizes import of_row
-from mmkv.sizes import adaptive_heads, fit, geometric, pooled, prefix, pyramid, squeeze, uniform
+from mmkv.policies.pyramidinfer import geometric
+from mmkv.sizes import adaptive_heads, fit, pooled, prefix, pyramid, squeeze, uniform
 
 quick = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**20)

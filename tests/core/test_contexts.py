@@ -70,7 +70,7 @@ def test_asking_equals_masking(models, variant):
         return  # the reference merges in every turn, and here nothing is merged
     feeds = [{"input_ids": asked["input_ids"]}]
     feeds += [{"input_ids": ids} for ids in words.split(1, dim=1)[:-1]]
-    expected = masked_logits(model, inputs, feeds, kept, reposition=policy.reposition)
+    expected = masked_logits(model, inputs, feeds, kept)
     torch.testing.assert_close(logits, expected[1:], atol=1e-4, rtol=0)
 
 

@@ -16,7 +16,7 @@ import mmkv
 from helpers.marks import cases, older_than, since
 from helpers.masking import generate, same_run
 from helpers.models import continued, make_inputs, make_model
-from helpers.oracle import DECODING, POSTPONED, ROWS, Variant, options_of, short
+from helpers.oracle import DECODING, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.zoo import NAMES, inputs_of, model_of
 from mmkv.attach import graph
@@ -47,7 +47,7 @@ def without_graph(model, variant, inputs, new, **options):
 
 # In batches they are replayed by test_device, where a captured step must keep to the device too.
 RUNS = [(x, "one") for x in DECODING]
-RUNS += [(x, "padded") for x in (Variant("adakv"), Variant("h2o"), POSTPONED[0], *IN_CODES)]
+RUNS += [(x, "padded") for x in (Variant("adakv"), Variant("h2o"), *IN_CODES)]
 
 
 @cases("variant, rows", RUNS, "adakv", "h2o", str(IN_CODES[0]), ids=str)

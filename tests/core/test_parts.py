@@ -35,9 +35,6 @@ def test_a_part_may_be_given_as_a_value_or_by_name():
     # Another part keeps the options that both have.
     assert mmkv.get_policy("prefixkv", score="window").score.average_heads
     assert not mmkv.get_policy("h2o", decode="grow", score="window").score.average_heads
-    # What is refused with a policy's own merging is not, with another.
-    policy = mmkv.get_policy("condense", merge="position", reposition=True)
-    assert (policy.merge.name, policy.reposition) == ("position", True)
 
 
 def test_policies_are_values():

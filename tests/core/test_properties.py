@@ -42,7 +42,6 @@ OPTIONS = {
     "distance": st.integers(0, 9),
     "merge": st.sampled_from([None, "position", "feature", "groups"]),
     "protect": st.sampled_from(["none", "instruction"]),
-    "reposition": st.booleans(),
 }
 
 
@@ -160,9 +159,7 @@ def test_any_policy_on_any_prompt(case):
         singles = [two_turns(model, row, more, None)[-1] for row in rows] or [held]
     finally:
         mmkv.unwrap(model)
-    expected = masked_logits(
-        model, inputs, feeds, held, merge=chosen.merge, reposition=chosen.reposition
-    )
+    expected = masked_logits(model, inputs, feeds, held, merge=chosen.merge)
     torch.testing.assert_close(logits, expected, atol=3e-4, rtol=0)
     for b, (n, single) in enumerate(zip(lengths, singles, strict=True)):
         shift = max(lengths) - n

@@ -11,9 +11,9 @@ from helpers.marks import cases, since
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import (
-    EVERY,
     READING,
     ROWS,
+    VARIANTS,
     Variant,
     generate,
     options_of,
@@ -22,7 +22,7 @@ from helpers.oracle import (
 )
 
 # The reference merges after turns alone, not after rounds of generated tokens.
-IN_ONE_PASS = [x for x in EVERY if "rounds" not in dict(x.options).values()]
+IN_ONE_PASS = [x for x in VARIANTS if "rounds" not in dict(x.options).values()]
 TURNS = [(3, 30, 12), (21, 4, 9)]  # new tokens of each row
 WITH_PICTURES = [
     Variant(policy, (("protect", "instruction"),), 0.8)
@@ -31,7 +31,6 @@ WITH_PICTURES = [
 WITH_PICTURES += [
     Variant("snapkv", (("protect", "instruction"), ("window", 4)), 0.8),
     *(Variant(policy, (), 0.5) for policy in ("lookm", "vlcache", "elastic", "xkv")),
-    Variant("vlcache", (("postpone", 3),), 0.5),
 ]
 
 
@@ -52,20 +51,19 @@ def agrees(model, variant, inputs=None, settings=None, **options):
             same_as_alone(together, alone, b)
 
 
-@cases("variant", EVERY, "snapkv", "elastic", "defensive", "adakv-reposition=True", ids=str)
+@cases("variant", VARIANTS, "snapkv", "elastic", "defensive", ids=str)
 def test_a_ragged_turn_equals_singles(models, variant):
     agrees(models("llama"), variant)
 
 
-@cases("variant", IN_ONE_PASS, "snapkv", "elastic", "adakv-reposition=True", ids=str)
+@cases("variant", IN_ONE_PASS, "snapkv", "elastic", ids=str)
 def test_evicting_in_ragged_turns_equals_masking(models, variant):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     options = options_of(variant)
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
         talk = ragged_talk(model, inputs, TURNS)
     policy, (first, *feeds) = mmkv.get_policy(variant.policy, **options), talk.feeds
-    how = {"merge": policy.merge, "reposition": policy.reposition, "postpone": policy.postpone}
-    expected = masked_logits(model, first, feeds, talk.held, **how)
+    expected = masked_logits(model, first, feeds, talk.held, merge=policy.merge)
     torch.testing.assert_close(torch.stack(talk.logits), expected, atol=1e-4, rtol=0)
 
 
@@ -89,7 +87,7 @@ def test_a_ragged_turn_with_pictures_equals_singles(models, variant):
     agrees(models("llava-llama"), variant, inputs, pictures=[1])
 
 
-@cases("variant", EVERY, "snapkv", "xkv", "elastic", ids=str)
+@cases("variant", VARIANTS, "snapkv", "xkv", "elastic", ids=str)
 def test_a_mask_that_hides_some_of_a_prompt_equals_the_prompt_without(models, variant):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     hidden = torch.tensor([[10, 11, 12, 40, 85], [70, 71, 72, 73, 88], [50, 52, 54, 80, 81]])
@@ -104,28 +102,3 @@ def test_a_mask_that_hides_some_of_a_prompt_equals_the_prompt_without(models, va
             for together, single in zip(held[0], kept[0], strict=True):
                 for mine, wanted in zip(together[b], single[0], strict=True):
                     assert torch.equal(mine[mine >= 0], place[wanted[wanted >= 0]])
-
-
-def test_a_plain_forward_that_counts_padding_equals_singles(models):
-    """Without position ids a model counts padding too, so keys are turned back from there."""
-    model, inputs = models("llama"), make_inputs("llama", (60, 40))
-    turn, valid = torch.arange(10, 22).view(2, 6), torch.ones(2, 66).long()
-    valid[:, :60], valid[0, 60:63] = inputs["attention_mask"], 0
-
-    def talk(rows, words, mask):
-        with mmkv.wrapped(model, "streaming", 0.5, reposition=True), torch.no_grad():
-            cache = model(**rows, use_cache=True).past_key_values
-            cache.expect()
-            logits = []
-            for ids in (words, words[:, -1:]):
-                out = model(input_ids=ids, attention_mask=mask, past_key_values=cache)
-                logits.append(out.logits[:, -1])
-                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        return torch.stack(logits)
-
-    together = talk(inputs, turn, valid)
-    for b, words in enumerate((turn[:1, 3:], turn[1:])):
-        alone = row_of(inputs, b)
-        mask = torch.ones(1, alone["input_ids"].shape[1] + words.shape[1]).long()
-        found = talk(alone, words, mask)
-        torch.testing.assert_close(together[:, b : b + 1], found, atol=1e-4, rtol=0)

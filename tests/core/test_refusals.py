@@ -36,7 +36,6 @@ LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
         ("streaming", {"window": 3}, r"'window' has no effect"),
         ("full", {"window": 3}, r"'window' has no effect"),
         ("full", {"least": 3}, r"'least' has no effect on policy 'full'"),
-        ("full", {"postpone": 8}, "no effect"),
         ("xkv", {"alpha": 0.3}, r"'alpha' has no effect on policy 'xkv'.*heads='uniform'"),
         ("squeeze", {"score": "window"}, r"'score' has no effect on policy 'squeeze'"),
         ("keydiff", {"value": "norm"}, r"option 'value' has no effect on policy"),
@@ -51,7 +50,6 @@ LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
         ("snapkv", {"pooling": "min"}, r"pooling='min'.*avg"),
         ("snapkv", {"least": -1}, "least=-1: expected 0 or more"),
         ("snapkv", {"least": 0.5}, r"least=0\.5"),
-        ("snapkv", {"postpone": -1}, "postpone=-1: expected 0 or more"),
         ("snapkv", {"value": "l2"}, r"value='l2': expected one of \['norm', 'output'"),
         ("prefixkv", {"value": "critical"}, r"value='critical': expected one of"),
         ("adakv", {"alpha": 1.5}, r"alpha=1.5: expected a number in \[0, 1\]"),
@@ -92,9 +90,6 @@ LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
         ("xkv", {"decode": "least"}, r"decode='least' drops .*use average_heads=True"),
         ("xkv", {"decode": "least", "score": "observers"}, r"newest query.*score='observers'"),
         ("xkv", {"decode": "least", **LEAST_PRUNE}, r"decode='least' needs .*merge='groups'"),
-        ("condense", {"reposition": True}, "reposition=True turns"),
-        ("h2o", {"text_prior": True}, "text_prior=True .* decode='fixed'"),
-        ("tova", {"text_prior": True}, "text_prior=True .* decode='least'"),
         ("h2o", {"value": "norm"}, r"value='norm' weighs attention, but decode='fixed' goes on by"),
         ("squeeze", {"value": "norm"}, r"value='norm' weighs .* decode='fixed' goes on by"),
         ("tova", {"value": "norm"}, r"value='norm' weighs .* decode='least' goes on by attention"),
@@ -107,16 +102,10 @@ LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
             {"heads": "uniform", "layers": "pooled", "allocation": "mini-prefill"},
             "allocation='mini-prefill' sizes layers before the prompt is repeated",
         ),
-        ("kvzip", {"postpone": 8}, "score='repetition' asks none"),
-        ("streaming", {"postpone": 8}, "score='recency' asks none"),
-        ("knorm", {"postpone": 8}, "score='key-norm' asks none"),
-        ("xkv", {"postpone": 8}, "use allocation='one-pass'"),
-        ("snapkv", {"postpone": 8, "decode": "rounds"}, "decode='rounds' both let"),
         ("xkv", SAMPLED, "samples=None, requests=None: give one"),
         ("xkv", {**SAMPLED, "samples": 2, "requests": 9}, "samples=2, requests=9: give one"),
         ("xkv", {"samples": 5}, "samples=5 is read with allocation='sampled'"),
         ("xkv", {**SAMPLED, "samples": 2, "retention": 0.5}, "retention=0.5 gives none"),
-        ("xkv", {**SAMPLED, "samples": 2, "postpone": 4}, "allocation='sampled' before it"),
     ],
     ids=str,
 )
@@ -143,8 +132,6 @@ def test_what_is_allowed_beside_them():
         ("snapkv", 29, {"window": 30}, r"budget=29 is below the 30 .*window=30, sinks=0"),
         ("streaming", 29, {"sinks": 30}, r"budget=29 is below the 30 .*window=0, sinks=30"),
         ("xkv", 29, {"window": 20, "sinks": 10}, r"29 is below the 30 .*window=20, sinks=10"),
-        ("snapkv", 39, {"postpone": 8}, r"40 tokens .*\(window=32, sinks=0, postpone=8\)"),
-        ("snapkv", 0.3, {"postpone": 8, "evict_chunks": True}, r"evict_chunks=True .* postpone=8"),
         ("snapkv", 0.3, {"evict_chunks": 64}, r"evict_chunks=64: expected True or False"),
         ("kvzip", 0.3, {"instruction": "7 120"}, r"has the id 120, .* vocabulary has ids 0 to 119"),
         ("kvzip", 0.3, {"instruction": "7 " * 2048}, r"has 2048 ids, .* has 2048 positions"),
@@ -270,7 +257,6 @@ def test_batches(text_model, models):
             text_model.train()(**inputs, use_cache=True)
     model, embeds = models("llava-llama"), torch.randn(1, 40, 64)
     for policy, options, message in (
-        ("lookm", {}, "text_prior=True tells text from image tokens"),
         ("h2o", {"protect": "instruction"}, r"protect='instruction'.*inputs_embeds alone.*'none'"),
     ):
         with mmkv.wrapped(model, policy, 0.5, **options), pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import mmkv
 from helpers.configs import TEXT
 from helpers.models import make_inputs, make_model
-from helpers.oracle import POSTPONED, READING, Variant, options_of
+from helpers.oracle import READING, Variant, options_of
 from mmkv.scores.window import WindowAttention
 
 SPREAD = "spread over 2 processes"
@@ -33,7 +33,6 @@ def save_model(folder: Path) -> Path:
 UNIFORM = ("heads", "uniform")
 ALL = [
     *READING,
-    *POSTPONED,
     # What reads the output projection, of which each process has a part.
     Variant("snapkv", (("value", "output"),)),
     Variant("snapkv", (("value", "critical"),)),

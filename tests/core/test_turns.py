@@ -51,9 +51,7 @@ def test_evicting_after_every_chunk_equals_masking(models, variant, rows):
     chunks = chunks[0]
     feeds += [{"input_ids": ids} for ids in words.split(1, dim=1)[:-1]]
     policy = mmkv.get_policy(variant.policy, **options)
-    expected = masked_logits(
-        model, first, feeds, held, merge=policy.merge, reposition=policy.reposition
-    )
+    expected = masked_logits(model, first, feeds, held, merge=policy.merge)
     assert len(held) == len(feeds) + 1
     torch.testing.assert_close(logits, expected[len(chunks) - 1 :], atol=1e-4, rtol=0)
     if policy.keeps_all or variant.budget is None:
@@ -101,16 +99,7 @@ def held(output):
     return sum(block.nbytes for layer in layers for block in layer.blocks)
 
 
-@cases(
-    "variant, rows",
-    IN_ROWS,
-    "prefixkv",
-    "adakv",
-    "h2o",
-    "streaming-reposition=True",
-    "condense",
-    ids=str,
-)
+@cases("variant, rows", IN_ROWS, "prefixkv", "adakv", "h2o", "streaming", "condense", ids=str)
 def test_turns_equal_masking(models, variant, rows):
     """A second turn competes with what the first one left; evicting is masking throughout."""
     name = {"one": "llama", "padded": "llava-llama"}[rows]
@@ -129,9 +118,7 @@ def test_turns_equal_masking(models, variant, rows):
     feeds.append({"input_ids": second["input_ids"][:, start:], **turn})
     feeds += [{"input_ids": answer[:, t : t + 1]} for t in range(SECOND - 1)]
     policy = mmkv.get_policy(variant.policy, **options)
-    expected = masked_logits(
-        model, inputs, feeds, held + kept, merge=policy.merge, reposition=policy.reposition
-    )
+    expected = masked_logits(model, inputs, feeds, held + kept, merge=policy.merge)
     torch.testing.assert_close(torch.cat([first, more]), expected, atol=1e-4, rtol=0)
     if policy.keeps_all:
         return

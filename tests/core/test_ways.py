@@ -278,10 +278,9 @@ def test_embeddings_are_read_as_their_tokens(models, policy):
     torch.testing.assert_close(others, logits)
 
 
-@cases("variant", READING, "streaming-reposition=True", "expected", ids=str)
+@cases("variant", READING, "expected", ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_may_be_cast_after_it_was_wrapped(variant, dtype):
-    """Its weights change, and so do its rotary frequencies."""
     found = []
     for first in ("wrap", "cast"):
         model = make_model("llama") if first == "wrap" else make_model("llama").to(dtype)

@@ -23,15 +23,8 @@ from helpers.few_bits import NEWEST, Row
 
 NEW = 6  # tokens generated at a time
 # By layer: the positions kept before a pass, pairs that were merged, and rows in few bits; for all:
-# frequencies to reposition by, where to note attention weights, and the mask of all tokens.
-_NOTHING = {
-    "kept": {},
-    "edited": {},
-    "rows": {},
-    "inv_freq": None,
-    "record": None,
-    "mask": None,
-}
+# where to note attention weights.
+_NOTHING = {"kept": {}, "edited": {}, "rows": {}, "record": None}
 _state: dict[str, Any] = dict(_NOTHING)
 
 
@@ -60,8 +53,8 @@ def _attention(module, query, key, value, attention_mask, scaling=None, softcap=
 
 
 def _as_stored(layer: int, kept: Tensor, key: Tensor, value: Tensor, q: int):
-    """Keys, values and bias as a layer stores them: merged, in few bits, turned, or in groups."""
-    plain, inv_freq, groups = (key, value), _state["inv_freq"], None
+    """Keys, values and bias as a layer stores them: merged, in few bits, or in groups."""
+    plain, groups = (key, value), None
     rows = _state["rows"].get(layer)
     if (edited := _state["edited"].get(layer)) is not None:
         n = edited[0].shape[2]
@@ -73,12 +66,6 @@ def _as_stored(layer: int, kept: Tensor, key: Tensor, value: Tensor, q: int):
                 row.add(p := key.shape[2] - 1, (key[b, h, p], value[b, h, p]))
             for p, (k, v) in row.pairs.items():
                 key[b, h, p], value[b, h, p] = k, v
-    if inv_freq is not None:
-        mask = _state["mask"]
-        mask = torch.ones(len(key), key.shape[2]) if mask is None else mask
-        new = mask[:, None, -q:].bool().expand(-1, kept.shape[1], -1)
-        visible = torch.cat([seen_by(kept, key.shape[2] - q), new], dim=-1)
-        key = naive_reposition(key, visible, inv_freq, _positions(mask))
     if (groups := getattr(kept, "groups", None)) is None:
         return key, value, None
     pairs = [naive_means(x, *groups[:2]) for x in plain]
@@ -162,11 +149,9 @@ def masked_logits(
     feeds: Tensor | list[dict[str, Tensor]],
     kept: list[list[Tensor]],
     merge: Any = None,
-    reposition: bool = False,
     record: list[list[Tensor]] | None = None,
     bits: int | None = None,
     n_first: int = 1,
-    postpone: int = 0,
     rounds: Collection[int] = (),
 ) -> Tensor:
     """Last-token logits [1 + F, B, V] of the prompt and of each of F feeds behind it.
@@ -176,29 +161,26 @@ def masked_logits(
     `kept[t][layer]` is what the compressed cache held after the prompt (t = 0) and after each feed;
     a feed of more than one token is a new turn, after which it evicts (and merges).
     `record` receives each feed's attention weights, [layer][B, Hq, q, S].
-    With `postpone`, pairs are merged after so many feeds, not after the prompt.
     With `bits`, pairs are held in so many bits, the `n_first` first ones exactly; after so many
     feeds as each of `rounds` says, the generated tokens are evicted among the others.
     """
     if isinstance(feeds, Tensor):
         feeds = [{"input_ids": feeds[:, t : t + 1]} for t in range(feeds.shape[1] - 1)]
     decoder = model.get_decoder()
-    inv_freq = decoder.rotary_emb.inv_freq if reposition else None
     mask = inputs["attention_mask"]
-    told = {"edited": {}, "rows": {}, "inv_freq": inv_freq, "record": record}
-    rounds = {*rounds, postpone}
+    told = {"edited": {}, "rows": {}, "record": record}
     with _masked_attention(decoder, **told), torch.no_grad():
         out = model(**inputs, position_ids=_positions(mask), use_cache=True)
         # Releases differ in what they call it.
         name, cache = next((k, x) for k, x in out.items() if isinstance(x, Cache))
         logits = [out.logits[:, -1]]
         averages = merge is not None and merge.name != "groups"
-        if averages and not postpone:
+        if averages:
             everything = mask.bool()[:, None].expand(-1, kept[0][0].shape[1], -1)
             everywhere = [everything for _ in kept[0]]
             _merge_all(cache, kept[0], everywhere, merge.name, _positions(mask))
         generated = 0
-        if bits is not None and not postpone:
+        if bits is not None:
             _store_all(cache, kept[0], bits, n_first, mask.shape[1])
         for t, feed in enumerate(feeds):
             q, seen = feed["input_ids"].shape[1], mask.shape[1]
@@ -207,7 +189,6 @@ def masked_logits(
                 record.append([])
             new = feed.get("attention_mask", torch.ones_like(mask[:, :1]).expand(-1, q))
             mask = torch.cat([mask, new], dim=1)
-            _state["mask"] = mask
             out = model(
                 **{k: v for k, v in feed.items() if k != "attention_mask"},
                 attention_mask=mask,
@@ -216,7 +197,7 @@ def masked_logits(
                 use_cache=True,
             )
             logits.append(out.logits[:, -1])
-            if averages and (q > 1 or t + 1 == postpone):
+            if averages and q > 1:
                 pad = torch.nn.functional.pad
                 there = [pad(seen_by(k, seen), (0, q), value=True) for k in kept[t]]
                 there = [x & mask.bool()[:, None] for x in there]
@@ -263,23 +244,6 @@ def _store_all(cache: Any, kept: list[Tensor], bits: int, n_first: int, start: i
                 leaders = enumerate(groups[3][b, h].tolist())
                 pairs |= {p: tuple(x[g] for x in means) for g, p in leaders if p >= 0}
             row.evict({p: row.pairs.get(p, pair) for p, pair in pairs.items()}, start)
-
-
-def naive_reposition(keys: Tensor, visible: Tensor, inv_freq: Tensor, places: Tensor) -> Tensor:
-    """Turn each visible key to its place counted back from the newest, one pair at a time.
-
-    `places` [B, S] are the tokens' places, between which padding does not count.
-    """
-    keys, half = keys.clone(), keys.shape[-1] // 2
-    for b in range(keys.shape[0]):
-        for h in range(keys.shape[1]):
-            held = visible[b, h].nonzero()[:, 0].tolist()
-            for steps_back, p in enumerate(reversed(held)):
-                turn = (places[b, held[-1]] - places[b, p]) - steps_back
-                x = torch.complex(keys[b, h, p, :half], keys[b, h, p, half:])
-                x = x * torch.polar(torch.ones_like(inv_freq), turn * inv_freq)
-                keys[b, h, p] = torch.cat([x.real, x.imag])
-    return keys
 
 
 def naive_merge(
@@ -367,11 +331,11 @@ def hide(attn, args, kwargs):
 
 
 @contextmanager
-def seeing(model, held, inv_freq=None, chunks=1):
+def seeing(model, held, chunks=1):
     """The plain model, its passes after the prompt's seeing only what was `held` before them."""
     decoder = model.get_decoder()
     kept = iter([{}] * chunks + held)
-    with ExitStack() as hooks, _masked_attention(decoder, inv_freq=inv_freq):
+    with ExitStack() as hooks, _masked_attention(decoder):
         told = decoder.register_forward_pre_hook(lambda *_: _state.update(kept=next(kept)))
         hooks.enter_context(told)
         if decoder.config.model_type == "falcon":  # does not ask for an attention function

@@ -57,9 +57,6 @@ COMPOSED = [
     Variant("h2o", (), 44),
     Variant("snapkv", (), 44),
     Variant("streaming", (("merge", "position"),)),
-    Variant("streaming", (("reposition", True),)),
-    Variant("prefixkv", (("reposition", True), ("distance", 4))),
-    Variant("adakv", (("reposition", True),)),
     Variant("snapkv", (("sinks", 4), ("average_heads", True))),
     Variant("snapkv", (("heads", "global"), ("decode", "rounds"), ("every", 4), ("latest", 3)), 44),
     Variant("elastic", (("heads", "global"), ("average_heads", False), ("distance", 4))),
@@ -84,19 +81,7 @@ COMPOSED = [
     Variant("kvzip", (("least", 60),), 0.2),
     Variant("condense", (("least", 60), ("decode", "rounds"), ("every", 4), ("latest", 3)), 0.2),
 ]
-# Their prompts are evicted some steps late, which tests of prompts alone do not see.
-POSTPONED = [
-    Variant("snapkv", (("postpone", 5),)),
-    Variant("adakv", (("postpone", 4), ("layers", "squeeze"))),
-    Variant("h2o", (("postpone", 6), ("heads", "adaptive")), 30),
-    Variant("prefixkv", (("postpone", 3), ("distance", 4))),
-    Variant("condense", (("postpone", 4), ("chunk", 13))),
-    Variant("lookm", (("postpone", 4),), 0.5),
-    Variant("snapkv", (("postpone", 3), ("least", 60)), 0.2),
-    *(Variant(name, (("postpone", 4),)) for name in ("vlcache", "expected", "defensive")),
-]
 VARIANTS = [Variant(name) for name in mmkv.list_policies()] + COMPOSED
-EVERY = VARIANTS + POSTPONED
 # Rounds of generated tokens are scored on the host's word: their steps are not replayed.
 REPLAYED = [v for v in VARIANTS if ("decode", "rounds") not in v.options]
 
@@ -108,7 +93,7 @@ def options_of(variant: Variant) -> dict:
 def _reading(policy: Policy) -> set[Any]:
     """How a prompt is scored, sized and evicted: which parts, not which options."""
     parts = policy.score, policy.layers, policy.heads, policy.merge, policy.decode
-    apart = policy.reposition, policy.layers.mini_prefill, policy.score.average_heads
+    apart = policy.layers.mini_prefill, policy.score.average_heads
     return {*map(type, parts), *enumerate(apart)}
 
 
@@ -117,7 +102,7 @@ def _decoding(policy: Policy) -> Any:
     grouped = policy.merge is not None and policy.merge.name == "groups"
     weighed = policy.decode.name == "fixed" and policy.score.turn_reduction == "sum"
     slots = type(policy.decode), weighed, bool(policy.sinks)
-    return *slots, policy.heads.equal, grouped, policy.reposition
+    return *slots, policy.heads.equal, grouped
 
 
 def _reading_once() -> list[Variant]:
