@@ -102,7 +102,7 @@ def kernels(bench: Bench) -> None:
     from torch.nn.attention import SDPBackend
     from torch.nn.functional import pad
 
-    from mmkv.cache.padded_blocks import attend
+    from mmkv.cache.kernels import attend
 
     dtype = torch.float32 if bench.tiny else torch.bfloat16
     shapes = [

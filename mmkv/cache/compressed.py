@@ -29,6 +29,7 @@ from mmkv.cache.forward_pass import (
     refuse_gradient,
 )
 from mmkv.cache.layer import CompressedLayer, KeptKV
+from mmkv.cache.padded_blocks import Step
 from mmkv.cache.prompt_kv import PromptKV, Tail
 from mmkv.cache.selection import head_sizes, sizes_of_rows
 from mmkv.cache.state import CacheState
@@ -237,7 +238,7 @@ class CompressedCache(CacheState):
     def _step(self, layer_idx: int, running: ForwardPass, call: AttentionCall) -> Tensor:
         """Compute one layer's attention in a decode step, or a continuation by several tokens."""
         assert self.prompt is not None
-        query, key, value, mask, scale, softcap = call
+        query, _, _, mask, scale, softcap = call
         options: Any = {"scale": scale, "softcap": softcap}
         B, q = len(query), query.shape[2]
         if q > 1 and running.view(mask, self.prompt.valid.new_ones(B, q)) is not None:
@@ -248,8 +249,8 @@ class CompressedCache(CacheState):
         layer: Any = self.layers[layer_idx]
         kept, clock = layer.state, self.clock if self.on_clock else None
         assert isinstance(kept, KeptKV)
-        masked = None if running.masked is None else running.masked.to(key.device)
-        out = kept.attend(query, key, value, layer.seen, clock=clock, masked=masked, **options)
+        masked = None if running.masked is None else running.masked.to(call.key.device)
+        out = kept.attend(call, Step(layer.seen - q, q, scale, softcap, clock), masked)
         if running.observes:
             layer.remember(query, running.rotary.get(layer_idx))
             assert isinstance(self.phase, Decoding)
@@ -343,4 +344,4 @@ class CompressedCache(CacheState):
             last = self.prompt.is_prompt[0].nonzero()[-1]
             n_newest = self.prompt.valid.shape[1] - 1 - int(last)
         arguments = layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split
-        layer.state = evict(*arguments, n_newest=n_newest)
+        layer.state = evict(*arguments, n_newest)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,16 +16,49 @@ from mmkv.cache import selection
 from mmkv.cache.codes import BITS, relative_error, squares
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.padded_blocks import PaddedBlock, gathered
+from mmkv.cache.padded_blocks import PaddedBlock, block_of
 from mmkv.cache.plain import PlainKV
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import NEWEST, WINDOW, QuantizedKV
-from mmkv.parts import RowSizes
+from mmkv.cache.selection import Kept, Ranking, no_autocast
+from mmkv.parts import Merge, RowSizes
 from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
 from mmkv.parts.victims import HeavyHitterSlots
 
 # Empty slots of blocks, as a share of the kept tokens, that are allowed for fewer blocks.
 SLACK = 0.15
+
+
+class _BlockPlan(NamedTuple):
+    """One block: its rows among the B * H, their schedule, its used slots, and all of its slots."""
+
+    rows: np.ndarray
+    schedule: SlotSchedule
+    width: int
+    capacity: int
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """What the R = B * H rows of a layer keep, in M slots each; a slot without a token is empty.
+
+    Attributes:
+        tokens: int64 [R, M], the index of each slot's pair in `keys` and `values`; -1: empty.
+        positions: int32 [R, M], -1: empty.
+        keys, values: [B, H, U, D], or [B, H, M, D] of pairs that were merged.
+        scores: float32 [R, M], see `PaddedBlock.scores`.
+        log_weights: float32 [R, M], 0 for an empty slot; None: every slot stands for one token.
+        counts, n_pinned: int64 [R], on the host, see `Kept`.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    keys: Tensor
+    values: Tensor
+    scores: Tensor | None
+    log_weights: Tensor | None
+    counts: np.ndarray
+    n_pinned: np.ndarray
 
 
 def evict(
@@ -36,7 +69,6 @@ def evict(
     expected: int,
     layer_idx: int,
     split: Tensor | None = None,
-    *,
     n_newest: int = 0,
 ) -> KeptKV:
     """Choose the tokens that a layer keeps, merge or drop the others, and copy them into blocks.
@@ -51,107 +83,156 @@ def evict(
         split: the result of `head_sizes` for this layer.
         n_newest: how many of the last tokens were generated since the prompt.
     """
-    policy, (B, H, U, _) = plan.policy, prompt_kv.keys.shape
-    ranking = selection.ranked(policy, prompt_kv, prompt, sizes, layer_idx, split)
-    merge = None if list(sizes) == prompt.lengths else policy.merge
-    if merge is None:
-        kept = ranking.kept(prompt_kv)
-    else:
-        # Autocast would round float32 products to 16 bits.
-        device, no_autocast = prompt_kv.keys.device, nullcontext()
-        if torch.is_autocast_enabled(device.type):
-            no_autocast = torch.autocast(device.type, enabled=False)
-        with no_autocast:
-            distances = prompt.closed(prompt_kv.positions)
-            kept = merge(replace(prompt_kv, positions=distances), ranking)
-    reduction = "" if prompt_kv.scores is None else policy.score.turn_reduction
-    scored = plan.long_enough(prompt) if reduction == "max" else []
+    B, H, _, _ = prompt_kv.keys.shape
+    ranking = selection.ranked(plan.policy, prompt_kv, prompt, sizes, layer_idx, split)
+    merge = None if list(sizes) == prompt.lengths else plan.policy.merge
+    kept = ranking.kept(prompt_kv) if merge is None else _merged(merge, prompt_kv, prompt, ranking)
+    slots = _place(prompt_kv, kept, plan, prompt)
+    blocks, error = _store(slots, prompt_kv.means, plan, prompt, expected, n_newest)
     retained = None
-    if prompt_kv.scores is not None and policy.score.ranks:
+    if prompt_kv.scores is not None and plan.policy.score.ranks:
         singles = kept.indices
         if kept.weights is not None:
             singles = singles.masked_fill(kept.weights > 1, -1)
         retained = retained_share(prompt_kv.scores, singles, ranking.free)
+    groups = prompt_kv.group_index
+    if kept.slot is not None and kept.weights is not None:
+        leaders = slots.positions.long().view(kept.weights.shape)
+        leaders = leaders.masked_fill(kept.weights < 2, -1)
+        groups = _leaders(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
+    return KeptKV(blocks, B, H, list(sizes), retained, error, groups)
+
+
+def _merged(merge: Merge, prompt_kv: PromptKV, prompt: TokenMasks, ranking: Ranking) -> Kept:
+    """Merge the evicted pairs into kept ones, by positions between which padding does not count."""
+    with no_autocast(prompt_kv.keys.device):
+        return merge(replace(prompt_kv, positions=prompt.closed(prompt_kv.positions)), ranking)
+
+
+def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMasks) -> _Slots:
+    """Return the slots of each head, and what is known of the tokens in them."""
+    B, H, U, _ = prompt_kv.keys.shape
     indices = kept.indices.expand(B, H, -1)
-    tokens = indices.flatten(0, 1)  # [R, M], the index of each slot's pair in `keys` and `values`
-    keys, values = prompt_kv.keys.detach(), prompt_kv.values.detach()
+    empty = indices < 0
+    tokens, keys, values = indices, prompt_kv.keys.detach(), prompt_kv.values.detach()
     if kept.keys is not None and kept.values is not None:
         keys, values = kept.keys, kept.values
         slot_numbers = torch.arange(indices.shape[-1], device=indices.device)
-        tokens = torch.where(indices < 0, -1, slot_numbers).flatten(0, 1)
-
-    def per_token(x: Tensor, padding: float) -> Tensor:
-        values = x.expand(B, H, U).gather(2, indices.clamp(min=0))
-        return values.masked_fill(indices < 0, padding)
-
-    kept_positions = per_token(prompt_kv.positions, -1)
-    slot_positions = kept_positions.flatten(0, 1).int()
-    mass = None
-    if prompt_kv.scores is not None and reduction:
-        mass = per_token(prompt_kv.scores, 0)
-        if kept.slot is not None:
-            # Scores are at least 0 here. Those of a slot's tokens are added, or the largest counts.
-            reduce = "sum" if reduction == "sum" else "amax"
-            mass = prompt_kv.scores.new_zeros(B, H, indices.shape[-1] + 1)
-            mass.scatter_reduce_(-1, kept.slot, prompt_kv.scores.expand(B, H, U), reduce)
-            mass = mass[..., :-1]
-        mass = mass.flatten(0, 1)
-        if not all(scored):
-            whole_rows = ~torch.tensor(scored).repeat_interleave(H)[:, None]
-            whole_rows = whole_rows.to(mass.device, non_blocking=True)
-            mass.masked_fill_(whole_rows, 0.0)  # outside of a batch, such a row is not scored
-    elif policy.decode.needs_decode_attention and not plan.keeps_everything:
-        mass = torch.zeros(slot_positions.shape, device=slot_positions.device)
-    bias = kept.bias
-    if bias is not None:
-        bias = bias.masked_fill(indices < 0, 0.0).flatten(0, 1)
+        tokens = torch.where(empty, -1, slot_numbers)
+    positions = prompt_kv.positions.expand(B, H, U).gather(2, indices.clamp(min=0))
+    positions = positions.masked_fill(empty, -1).flatten(0, 1).int()
+    log_weights = kept.log_weights
+    if log_weights is not None:
+        log_weights = log_weights.masked_fill(empty, 0.0).flatten(0, 1)
 
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
 
-    counts, n_pinned = per_row(kept.counts), per_row(kept.n_pinned)
-    group_index = prompt_kv.group_index
-    if kept.slot is not None and kept.weights is not None:
-        leaders = kept_positions.masked_fill(kept.weights < 2, -1)
-        group_index = _leaders(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
+    return _Slots(
+        tokens.flatten(0, 1),
+        positions,
+        keys,
+        values,
+        _slot_scores(prompt_kv, kept, plan, prompt),
+        log_weights,
+        per_row(kept.counts),
+        per_row(kept.n_pinned),
+    )
+
+
+def _slot_scores(
+    prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMasks
+) -> Tensor | None:
+    """Return the scores with which slots go on, float32 [R, M], see `PaddedBlock.scores`.
+
+    The scores of a merged slot's tokens are added, or the largest counts.
+    """
+    (B, H, U, _), indices = prompt_kv.keys.shape, kept.indices
+    M, reduction = indices.shape[-1], plan.policy.score.turn_reduction
+    if prompt_kv.scores is None or not reduction:
+        if plan.policy.decode.needs_decode_attention and not plan.keeps_everything:
+            return torch.zeros(B * H, M, device=indices.device)
+        return None
+    scores = prompt_kv.scores.expand(B, H, U)
+    if kept.slot is None:
+        at = indices.expand(B, H, -1)
+        of_slots = scores.gather(2, at.clamp(min=0)).masked_fill(at < 0, 0)
+    else:  # scores are at least 0 here
+        of_slots = scores.new_zeros(B, H, M + 1)
+        how = "sum" if reduction == "sum" else "amax"
+        of_slots = of_slots.scatter_reduce_(-1, kept.slot, scores, how)[..., :-1]
+    of_slots = of_slots.flatten(0, 1)
+    if reduction == "max" and not all(scored := plan.long_enough(prompt)):
+        # Outside of a batch, a row that is too short to lose a token is not scored.
+        whole_rows = ~torch.tensor(scored).repeat_interleave(H)[:, None]
+        of_slots.masked_fill_(whole_rows.to(of_slots.device, non_blocking=True), 0.0)
+    return of_slots
+
+
+def _store(
+    slots: _Slots,
+    means: Tensor | None,
+    plan: CacheConfig,
+    prompt: TokenMasks,
+    expected: int,
+    n_newest: int,
+) -> tuple[list[PaddedBlock], Tensor | None]:
+    """Copy the pairs into blocks; with 8 or 4 bits also return the relative errors, [B, 2].
+
+    `means` are those of `PromptKV`; other arguments are those of `evict`.
+    """
+    B, H, _, _ = slots.keys.shape
+    device, blocks = slots.keys.device, list[PaddedBlock]()
+    errors = torch.zeros(B * H, 2, 2, device=device)
     start = prompt.valid.shape[1] - min(n_newest, NEWEST)
-    means = None if prompt_kv.means is None else prompt_kv.means.flatten(0, 1)
-    blocks: list[PaddedBlock] = []
-    errors = torch.zeros(B * H, 2, 2, device=keys.device)
     for rows, schedule, width, capacity in planned(
-        plan, prompt, counts, n_pinned, expected, keys.device
+        plan, prompt, slots.counts, slots.n_pinned, expected, device
     ):
-        padding = (0, capacity - width)
-        index = torch.from_numpy(rows).to(keys.device, non_blocking=True)
-        block_tokens = pad(tokens[index, :width], padding, value=-1)
-        block_positions = pad(slot_positions[index, :width], padding, value=-1)
-        pair = tuple(gathered(x, index[:, None], block_tokens) for x in (keys, values))
-        stored: PlainKV | QuantizedKV = PlainKV(pair[0], pair[1])
+        index = torch.from_numpy(rows).to(device, non_blocking=True)
+        tokens, positions = (
+            pad(x[index, :width], (0, capacity - width), value=-1)
+            for x in (slots.tokens, slots.positions)
+        )
+        keys, values = (_gathered(x, index[:, None], tokens) for x in (slots.keys, slots.values))
+        stored: PlainKV | QuantizedKV = PlainKV(keys, values)
         if plan.kv_dtype is not None:
-            filled = block_positions >= 0
+            filled, opened = positions >= 0, n_newest > 0
             stored = QuantizedKV.of(
-                pair[0],
-                pair[1],
+                keys,
+                values,
                 filled,
-                _exact_slots(block_positions, width, max(1, policy.sinks), start, n_newest > 0),
-                mean=None if means is None else means[index],
+                _exact_slots(positions, width, max(1, plan.policy.sinks), start, opened),
+                mean=None if means is None else means.flatten(0, 1)[index],
                 bits=BITS[plan.kv_dtype],
                 start=start,
-                opened=n_newest > 0,
+                opened=opened,
                 reuses=schedule.drops or width == 0,
             )
-            for i, (x, read) in enumerate(zip(pair, stored.read(), strict=True)):
+            for i, (x, read) in enumerate(zip((keys, values), stored.read(), strict=True)):
                 errors[index, i] = squares(x, read, filled)
-        block_mass = None if mass is None else pad(mass[index, :width], padding)
-        if block_mass is not None and schedule.needs_decode_attention:
-            block_mass.masked_fill_(block_positions < 0, torch.inf)
-        weights = None if bias is None else pad(bias[index, :width], padding)
-        fields = rows, stored, block_positions, block_mass, schedule, weights
-        block = PaddedBlock(*fields)
-        block.set_bias(width)
-        blocks.append(block)
-    error = None if plan.kv_dtype is None else relative_error(errors.view(B, H, 2, 2).sum(1))
-    return KeptKV(blocks, B, H, list(sizes), retained, error, group_index)
+        scores, weights = (
+            None if x is None else pad(x[index, :width], (0, capacity - width))
+            for x in (slots.scores, slots.log_weights)
+        )
+        blocks.append(block_of(rows, stored, positions, schedule, scores, weights, width))
+    if plan.kv_dtype is None:
+        return blocks, None
+    return blocks, relative_error(errors.view(B, H, 2, 2).sum(1))
+
+
+def _gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
+    """Copy the pairs of `rows` [...] at `tokens` [...] out of x [B, H, U, D]: [..., D].
+
+    For an empty slot `tokens` is -1, and any token is copied.
+    """
+    _, H, U, D = x.shape
+    tokens = tokens.clamp(min=0)
+    if x.transpose(1, 2).is_contiguous():  # the layout of a projection's output
+        place = rows // H * U + tokens
+        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
+    else:
+        place, flat = rows * U + tokens, x.reshape(-1, D)
+    return flat.index_select(0, place.flatten()).view(*tokens.shape, D)
 
 
 def _exact_slots(positions: Tensor, width: int, n_first: int, start: int, opened: bool) -> Tensor:
@@ -215,8 +296,8 @@ def planned(
     n_pinned: np.ndarray,
     expected: int,
     device: torch.device,
-) -> list[tuple[np.ndarray, SlotSchedule, int, int]]:
-    """Return of each block its rows among the B * H, its schedule, its used slots and all slots.
+) -> list[_BlockPlan]:
+    """Return the blocks of a layer's rows.
 
     Each row keeps `counts` tokens, of which decoding must not drop the first `n_pinned`.
     """
@@ -231,7 +312,7 @@ def planned(
             # Tokens kept because of `policy.least`, beyond the budget, do not raise this share.
             target = plan.budget * lengths
             share = share * (target / np.maximum(target, np.minimum(kept_whole, lengths)))
-    blocks = list[tuple[np.ndarray, SlotSchedule, int, int]]()
+    blocks = list[_BlockPlan]()
     for rows in group_rows(counts):
         sizes = RowSizes(
             counts=counts[rows],
@@ -252,7 +333,7 @@ def planned(
                 schedule.behind(places[send(rows // heads, device)], seen)
         width = int(counts[rows].max())
         n_expected = min(expected, spare(width, seen))
-        blocks.append((rows, schedule, width, schedule.most(n_expected)))
+        blocks.append(_BlockPlan(rows, schedule, width, schedule.most(n_expected)))
     return blocks
 
 

@@ -125,7 +125,7 @@ class ForwardPass:
         Keys, values, bias and valid tokens are those of `pairs`; None: they are in `fields`.
         """
         if pairs is not None:
-            fields |= {"key": pairs.keys, "value": pairs.values, "bias": pairs.bias}
+            fields |= {"key": pairs.keys, "value": pairs.values, "bias": pairs.log_weights}
             fields["valid"] = pairs.positions[:, 0] >= 0
         parts = self.parts
         weight = None if parts is None else partial(parts.output_weight, layer_idx)

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
-from mmkv.cache.forward_pass import GraphInputs
-from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.cache.forward_pass import AttentionCall
+from mmkv.cache.padded_blocks import PaddedBlock, Step
 from mmkv.cache.prompt_kv import PromptKV, token_numbers
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.layer_inputs import Rotary, rows_of
@@ -60,11 +60,11 @@ class KeptKV:
             return torch.take_along_dim(x, at, dim=1).unflatten(0, (self.batch, self.heads))
 
         positions = positions[:, start:].unflatten(0, (self.batch, self.heads))
-        scores = bias = weights = means = None
-        if self.blocks[0].mass is not None:
-            scores = by_age([b.mass for b in self.blocks]).masked_fill(positions < 0, 0.0)
+        scores = log_weights = weights = means = None
+        if self.blocks[0].scores is not None:
+            scores = by_age([b.scores for b in self.blocks]).masked_fill(positions < 0, 0.0)
         if self.blocks[0].log_weights is not None:
-            bias = by_age([b.log_weights for b in self.blocks])
+            log_weights = by_age([b.log_weights for b in self.blocks])
         if group_index is not None:
             weights = token_numbers(positions, group_index)
         stored = [b.stored for b in self.blocks]
@@ -74,8 +74,17 @@ class KeptKV:
             # A row that has not begun has no mean yet.
             means = means.masked_fill((positions < 0).all(-1)[..., None, None], torch.nan)
         keys, values = map(by_age, zip(*(x.read() for x in stored), strict=True))
-        more: Any = {"weights": weights, "bias": bias, "group_index": group_index, "means": means}
-        return PromptKV(keys, values, positions, scores, **more, evicted=True)
+        return PromptKV(
+            keys,
+            values,
+            positions,
+            scores,
+            weights=weights,
+            log_weights=log_weights,
+            group_index=group_index,
+            means=means,
+            evicted=True,
+        )
 
     def _joined(self, parts: Sequence[Tensor], fill: float) -> Tensor:
         """Join a tensor [R, S, ...] of each block in one tensor [B * H, U, ...]."""
@@ -142,62 +151,36 @@ class KeptKV:
         leader = pad(leader, (0, seen - leader.shape[-1]), value=-1)
         return torch.where(leader < 0, shares, shares.gather(-1, leader.clamp(min=0)))
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: int,
-        *,
-        clock: GraphInputs | None = None,
-        masked: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall, step: Step, masked: Tensor | None = None) -> Tensor:
         """Run a decode step, or a continuation by q tokens: write, attend, drop.
 
         In 8 or 4 bits the q tokens go in pieces, between which older ones are written as codes.
-
-        Args:
-            query: [B, Hq, q, D].
-            key, value: [B, H, q, D].
-            seen: tokens seen, these q included.
-            clock: drives a replayed step instead of the host; None: the host does.
-            masked: bool [B, seen - q], kept tokens that the mask hides; None: none are hidden.
-            options: scale and softcap.
+        `masked`, bool [B, T], is True for kept tokens that the attention mask hides; None: none.
 
         Returns:
             [B, q, Hq, D].
         """
-        q = query.shape[2]
-        lengths = self.blocks[0].stored.pieces(seen - q, q)
+        lengths = self.blocks[0].stored.pieces(step.first, step.q)
         if len(lengths) == 1:
-            return self._attend(query, key, value, seen, clock=clock, masked=masked, **options)
-        ends = [seen - q + n for n in accumulate(lengths)]
-        parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), ends, strict=True)
-        out = [self._attend(*x, clock=None, masked=masked, **options) for x in parts]
+            return self._attend(call.query, call.key, call.value, step, masked)
+        starts = [step.first + n for n in accumulate([0, *lengths[:-1]])]
+        steps = [replace(step, first=x, q=n) for x, n in zip(starts, lengths, strict=True)]
+        pairs = (x.split(lengths, dim=2) for x in (call.query, call.key, call.value))
+        out = [self._attend(*x, masked) for x in zip(*pairs, steps, strict=True)]
         return torch.cat(out, dim=1)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: int,
-        *,
-        clock: GraphInputs | None,
-        masked: Tensor | None,
-        **options: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, step: Step, masked: Tensor | None
     ) -> Tensor:
         B, Hq, q, D = query.shape
-        first, R = seen - q, self.batch * self.heads
+        R = self.batch * self.heads
         rows = query.reshape(R, Hq // self.heads * q, D)
         key, value = key.detach().flatten(0, 1), value.detach().flatten(0, 1)
         if (rotation := self.blocks[0].stored.rotation) is not None:
-            rows, key = rows.to(rotation.dtype), key.to(rotation.dtype) @ rotation
-            rows = rows @ rotation
+            rows, key = rows.to(rotation.dtype) @ rotation, key.to(rotation.dtype) @ rotation
+        inputs = [rows, key, value]
         if masked is not None:
-            masked = masked.repeat_interleave(self.heads, dim=0)
-        inputs = (rows, key, value) if masked is None else (rows, key, value, masked)
+            inputs.append(masked.repeat_interleave(self.heads, dim=0))
         order, inverse = self._order
         if order is None:
             parts = [[x[block.rows] for x in inputs] for block in self.blocks]
@@ -205,7 +188,7 @@ class KeptKV:
             sizes = [len(b.positions) for b in self.blocks]
             parts = [list(x) for x in zip(*(x[order].split(sizes) for x in inputs), strict=True)]
         out = [
-            block.step(x, k, v, first, clock, masked=mask[0] if mask else None, **options)
+            block.step(x, k, v, mask[0] if mask else None, step)
             for block, (x, k, v, *mask) in zip(self.blocks, parts, strict=True)
         ]
         joined = out[0] if len(out) == 1 else torch.cat(out)

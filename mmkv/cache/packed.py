@@ -18,7 +18,7 @@ from mmkv.cache.codes import BITS
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import first_slots, planned
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.cache.padded_blocks import PaddedBlock, block_of
 from mmkv.cache.plain import PlainKV
 from mmkv.cache.quantize import QuantizedKV
 
@@ -37,7 +37,7 @@ def packed(kept: KeptKV) -> dict[str, Tensor]:
     pieces: dict[str, list[Tensor]] = {}
     for block in kept.blocks:
         filled, stored = block.held >= 0, block.stored
-        slots = {"positions": block.held, "scores": block.mass, "bias": block.log_weights}
+        slots = {"positions": block.held, "scores": block.scores, "bias": block.log_weights}
         if isinstance(stored, PlainKV):
             slots |= {"keys": stored.keys, "values": stored.values}
         else:
@@ -102,8 +102,7 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
     names = tensors.keys() & {"positions", "keys", "values", "codes", "ranges", "scores", "bias"}
     blocks: list[PaddedBlock] = []
     for rows, schedule, width, capacity in planned(plan, prompt, counts, n_pinned, 0, device):
-        fill = {"positions": -1, "scores": torch.inf if schedule.needs_decode_attention else 0}
-        x = {k: slots.put(tensors[k], rows, capacity, fill.get(k, 0)) for k in names}
+        x = {k: slots.put(tensors[k], rows, capacity, -(k == "positions")) for k in names}
         positions, index = x["positions"].int(), torch.from_numpy(rows).to(device)
         if plan.kv_dtype is None:
             stored: PlainKV | QuantizedKV = PlainKV(x["keys"], x["values"])
@@ -120,9 +119,7 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
                 opened=False,
                 reuses=schedule.drops or width == 0,
             )
-        fields = rows, stored, positions, x.get("scores"), schedule, x.get("bias")
-        block = PaddedBlock(*fields)
-        block.set_bias(width)
-        blocks.append(block)
+        more = x.get("scores"), x.get("bias"), width
+        blocks.append(block_of(rows, stored, positions, schedule, *more))
     others: Any = {name: tensors.get(name) for name in ("retained", "error", "group_index")}
     return KeptKV(blocks, B, H, tensors["sizes"].tolist(), **others)

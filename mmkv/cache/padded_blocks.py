@@ -1,4 +1,4 @@
-"""Storage of kept keys and values: a few rectangular blocks of rows of similar length.
+"""Storage of kept pairs: a few rectangular blocks of rows of similar length.
 
 A row is one key-value head of one sequence; a layer has R = B * H rows. Rows that keep similar
 numbers of tokens share a block [R', S, D]; equal rows make a single block. Each block is one
@@ -8,23 +8,43 @@ attention call, so per-head sizes free memory without a loop over heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from mmkv.cache.forward_pass import GraphInputs
+from mmkv.cache.kernels import attend, weigh
 from mmkv.cache.plain import PlainKV
-from mmkv.cache.products import Coded, mixed, needs_gradient, products
+from mmkv.cache.products import mixed
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.parts.slots import SlotSchedule, spare
 
-aten: Any = torch.ops.aten
 
-# A position: a tensor while a clock drives the steps, which are then replayed on the device.
-Place = int | Tensor
+@dataclass(frozen=True)
+class Step:
+    """What all blocks of a layer are told of a step of q new tokens.
+
+    Attributes:
+        first: the position of the first of them.
+        q: their number.
+        scale: factor of the query-key products.
+        softcap: bound of the logits (Gemma 2), or None.
+        clock: drives a replayed step of one token, instead of the host; None: the host does.
+    """
+
+    first: int
+    q: int
+    scale: float
+    softcap: float | None = None
+    clock: GraphInputs | None = None
+
+    @property
+    def position(self) -> int | Tensor:
+        """The first position; a tensor in a replayed step."""
+        return self.first if self.clock is None else self.clock.position
 
 
 @dataclass(eq=False)
@@ -39,25 +59,23 @@ class PaddedBlock:
             `width` is in use.
         positions: int32 [R, S], original position of each slot's token, -1 if empty; if decoding
             drops no token, also the positions of tokens to come, which `held` leaves out.
-        bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
-            all slots in use are filled. A bool mask would be converted to a bias in every step.
-        mass: float32 [R, S], accumulated attention of each slot, for policies that score by it;
-            if decoding also drops by it (H2O), each step adds to it, and empty slots have inf.
         schedule: chooses the slot of each new token.
+        scores: float32 [R, S], what the next turn adds to or compares with; 0 for later slots. None
+            if the score starts anew in every turn.
         log_weights: float32 [R, S], the logarithm of each slot's weight, which is part of the
             bias; None: every slot stands for one token.
+        bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
+            all slots in use are filled. A bool mask would be converted to a bias in every step.
     """
 
     row_numbers: np.ndarray
     rows: slice | Tensor = field(init=False)
     stored: PlainKV | QuantizedKV
     positions: Tensor
-    mass: Tensor | None
     schedule: SlotSchedule
+    scores: Tensor | None = None
     log_weights: Tensor | None = None
     bias: Tensor | None = None
-    # The attention weights [R, G, S] of a step; allocated when first needed.
-    weights: Tensor | None = None
     # Whether a clock drives the steps (`freeze`).
     frozen: bool = False
     # How many slots have positions written ahead, and the difference between position and slot.
@@ -79,7 +97,7 @@ class PaddedBlock:
         """
         self._ensure(self.schedule.most(steps))
         self.frozen = True
-        self.bias = self.slot_bias()
+        self.bias = self._slot_bias()
 
     def thaw(self) -> None:
         """Return to steps that the host drives: shapes follow the schedule's `width`."""
@@ -91,11 +109,11 @@ class PaddedBlock:
         self.bias = None
         if self.schedule.gapless and self.log_weights is None:
             return
-        self.bias = self.slot_bias()
+        self.bias = self._slot_bias()
         if self.schedule.shared:  # slots from there on are not attended to before they are filled
             self.bias[:, :, width:] = 0.0
 
-    def slot_bias(self) -> Tensor:
+    def _slot_bias(self) -> Tensor:
         """Return the bias [R, 1, S]: -inf for empty slots, else the logarithm of the weight."""
         empty = (self.held if self.positions_ahead[0] else self.positions)[:, None] < 0
         bias = torch.zeros(empty.shape, dtype=self.stored.dtype, device=empty.device)
@@ -111,16 +129,13 @@ class PaddedBlock:
     @property
     def accumulators(self) -> list[Tensor]:
         """Tensors that a step updates from their old values; a repeated step would change them."""
-        tensors = (self.mass, getattr(self.schedule, "freed", None))
-        return [x for x in tensors if x is not None]
+        return []
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages of keys, values and weights, empty slots included."""
-        weight_bytes = (
-            0 if self.log_weights is None else self.log_weights.untyped_storage().nbytes()
-        )
-        return self.stored.nbytes + weight_bytes
+        weights = self.log_weights
+        return self.stored.nbytes + (0 if weights is None else weights.untyped_storage().nbytes())
 
     def nbytes_of(self, slots: int) -> int:
         """Return the bytes of the block with so many slots."""
@@ -143,38 +158,27 @@ class PaddedBlock:
         return self.positions.scatter(1, inside, kept)
 
     def step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        first: int,
-        clock: GraphInputs | None,
-        **options: Any,
+        self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, step: Step
     ) -> Tensor:
         """Write the pairs of q new tokens, attend to all slots, and drop the tokens they displace.
 
-        Queries are [R, G * q, D], keys and values [R, q, D], `first` is the first one's position.
-        A clock, unless it is None, drives the step instead of the host.
+        Queries are [R, G * q, D], keys and values [R, q, D]; `masked`, bool [R, T], is True at the
+        positions that the attention mask hides.
         """
-        q = key.shape[1]
-        place: Place = first if clock is None else clock.position
-        if clock is None:
-            self.append(key, value, first)
+        if step.clock is None:
+            self.append(key, value, step.first)
         else:
-            slots = self.schedule.slots_at(clock.row)
-            self.stored.place(key, value, slots, clock.place)
-            self._fill(slots, clock.position)
-        out = self.attend(query, q, place, **options)
-        schedule = self.schedule
-        schedule.now = None
-        if self.mass is not None and schedule.needs_decode_attention:
-            schedule.drop(self.mass, self.positions, place if q == 1 else first + q - 1)
-            schedule.advance(q)
-        elif q == 1:
-            schedule.at += 1
-        else:
-            schedule.advance(q)
+            slots = self.schedule.slots_at(step.clock.row)
+            self.stored.place(key, value, slots, step.clock.place)
+            self._fill(slots, step.clock.position)
+        out = self._attend(query, step, masked)
+        self._advance(step)
         return out
+
+    def _advance(self, step: Step) -> None:
+        """Count the step, whose slots are then the next one's to choose."""
+        self.schedule.now = None
+        self.schedule.advance(step.q)
 
     def append(self, key: Tensor, value: Tensor, position: int) -> None:
         """Write the pairs [R, q, D] of q new tokens, the first at `position`, into their slots."""
@@ -204,7 +208,7 @@ class PaddedBlock:
             self.positions[:, slots:] = torch.arange(position, end + offset, device=key.device)
             self.positions_ahead = end, offset
 
-    def _fill(self, slots: Tensor, position: Place) -> None:
+    def _fill(self, slots: Tensor, position: int | Tensor) -> None:
         """Put one token into each row's slot [R or 1]."""
         # On CUDA `x[rows, slots] = number` sends the number, which makes the host wait and cannot
         # be captured; `scatter_` takes it as an argument.
@@ -220,59 +224,36 @@ class PaddedBlock:
 
     @property
     def _zero_for_new(self) -> list[Tensor]:
-        """Tensors [R, S] that are 0 for a new token: log weight and accumulated attention."""
-        mass = self.mass if self.schedule.needs_decode_attention else None
-        return [x for x in (mass, self.log_weights) if x is not None]
+        """Tensors [R, S] that are 0 for a new token."""
+        return [] if self.log_weights is None else [self.log_weights]
 
-    def attend(
-        self,
-        query: Tensor,
-        q: int,
-        position: Place,
-        *,
-        scale: float,
-        softcap: float | None,
-        masked: Tensor | None = None,
-    ) -> Tensor:
-        """Attend from q new tokens, already appended, to the slots in use; causal among the new.
-
-        `position` is that of the first; `masked`, bool [R, T], is True at the positions that the
-        attention mask hides. Queries, scale and softcap are those of the function `attend`.
-        """
-        width = self.stored.slots
-        if not self.frozen:
-            assert self.schedule.now is not None
-            width = self.schedule.now[1] + q - 1
-        visible = self._visible(query, q, width, position, masked)
-        accumulates = self.mass is not None and self.schedule.needs_decode_attention
-        if accumulates and (self.weights is None or self.weights.shape[2] != width):
-            self.weights = torch.empty(*query.shape[:2], width, device=query.device)
-        whole, out = softcap is not None, list[Tensor]()
-        options: Any = {"scale": scale, "softcap": softcap}
-        for rows, keys, values in self.stored.parts(width, whole=whole):
+    def _attend(self, query: Tensor, step: Step, masked: Tensor | None) -> Tensor:
+        """Attend from q new tokens, already appended, to the slots in use; causal among the new."""
+        width = self._width(step.q)
+        visible = self._visible(query, step, width, masked)
+        out = list[Tensor]()
+        for rows, keys, values in self.stored.parts(width, whole=step.softcap is not None):
             seen = None if visible is None else visible[rows]
-            if accumulates and self.weights is not None:
-                with torch.no_grad():
-                    weigh(query[rows], keys, seen, self.weights[rows], **options)
-                if not query.requires_grad:
-                    out.append(mixed(self.weights[rows], values))
-                    continue
-            out.append(attend(query[rows], keys, values, seen, **options))
-        if accumulates and self.mass is not None and self.weights is not None:
-            R, G, _ = query.shape
-            mean = self.weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
-            self.mass[:, None, :width].baddbmm_(mean, self.weights)
+            how = step.scale, step.softcap
+            out.append(attend(query[rows], keys, values, seen, *how))
         return out[0] if len(out) == 1 else torch.cat(out)
 
+    def _width(self, q: int) -> int:
+        """Return how many slots a step of q tokens attends to, theirs included."""
+        if self.frozen:
+            return self.stored.slots
+        assert self.schedule.now is not None
+        return self.schedule.now[1] + q - 1
+
     def _visible(
-        self, query: Tensor, q: int, width: int, position: Place, masked: Tensor | None
+        self, query: Tensor, step: Step, width: int, masked: Tensor | None
     ) -> Tensor | None:
         """Return what the queries of q new tokens see, as `visible` of the function `attend`."""
         visible = None if self.bias is None else self.bias[:, :, :width]
         places = self.positions[:, :width]
-        if q > 1 and isinstance(position, int):
-            place, offset = places[:, None], torch.arange(q, device=query.device)
-            visible = (place >= 0) & (place <= position + offset[:, None])
+        if step.q > 1:
+            place, offset = places[:, None], torch.arange(step.q, device=query.device)
+            visible = (place >= 0) & (place <= step.first + offset[:, None])
             if self.log_weights is not None:
                 bias = self.log_weights[:, None, :width].to(query.dtype)
                 visible = bias.masked_fill(~visible, -torch.inf)
@@ -286,22 +267,24 @@ class PaddedBlock:
             visible = visible.masked_fill(unseen, masked_value)
         return visible
 
-    def select(self, chosen: np.ndarray, rows: np.ndarray) -> PaddedBlock:
+    def select(self, chosen: np.ndarray, rows: np.ndarray) -> Self:
         """Return a copy of the block's rows `chosen`, which become the layer's rows `rows`."""
         if self.frozen:
             self.thaw()
         index = torch.from_numpy(chosen).to(self.positions.device)
+
+        def of(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[index]
+
         return replace(
             self,
             row_numbers=rows,
             stored=self.stored.index_select(index),
             positions=self.positions[index],
-            bias=None if self.bias is None else self.bias[index],
-            mass=None if self.mass is None else self.mass[index],
-            log_weights=None if self.log_weights is None else self.log_weights[index],
             schedule=self.schedule.select(chosen),
-            weights=None,
-            frozen=False,
+            scores=of(self.scores),
+            log_weights=of(self.log_weights),
+            bias=of(self.bias),
         )
 
     def _ensure(self, width: int, n_reserved: int = 0) -> None:
@@ -309,105 +292,92 @@ class PaddedBlock:
         if width <= self.stored.slots:
             return
         steps = width - self.schedule.width + 1 + n_reserved
-        n_new = max(width, self.schedule.most(steps)) - self.stored.slots
+        self._grow(max(width, self.schedule.most(steps)) - self.stored.slots)
 
-        def grown(x: Tensor, fill: float) -> Tensor:
-            return torch.cat([x, x.new_full((x.shape[0], n_new, *x.shape[2:]), fill)], dim=1)
-
-        lightest = self.schedule.needs_decode_attention
+    def _grow(self, n_new: int) -> None:
+        """Add empty slots to all tensors."""
         self.stored = self.stored.grown(n_new)
-        self.positions = grown(self.positions, -1)
-        if self.mass is not None:
-            self.mass = grown(self.mass, torch.inf if lightest else 0)
+        self.positions = pad(self.positions, (0, n_new), value=-1)
+        if self.scores is not None:
+            self.scores = pad(self.scores, (0, n_new))
         if self.log_weights is not None:
-            self.log_weights = grown(self.log_weights, 0)
+            self.log_weights = pad(self.log_weights, (0, n_new))
         if self.bias is not None:
-            self.bias = grown(self.bias[:, 0], 0 if self.schedule.shared else -torch.inf)[:, None]
+            self.bias = pad(self.bias, (0, n_new), value=0 if self.schedule.shared else -torch.inf)
 
 
-def gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
-    """Copy the pairs of `rows` [...] at `tokens` [...] out of x [B, H, U, D]: [..., D].
+@dataclass(eq=False)
+class AccumulatingBlock(PaddedBlock):
+    """A block whose slots accumulate the attention of steps, by which decoding drops tokens.
 
-    For an empty slot `tokens` is -1, and any token is copied.
+    `scores` are there, and inf for an empty slot; each step of one token adds to them.
     """
-    _, H, U, D = x.shape
-    tokens = tokens.clamp(min=0)
-    if x.transpose(1, 2).is_contiguous():  # the layout of a projection's output
-        place = rows // H * U + tokens
-        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
-    else:
-        place, flat = rows * U + tokens, x.reshape(-1, D)
-    return flat.index_select(0, place.flatten()).view(*tokens.shape, D)
+
+    # The attention weights [R, G, S] of a step; allocated when first needed.
+    weights: Tensor | None = field(default=None, init=False)
+
+    @property
+    def accumulated(self) -> Tensor:
+        """The accumulated attention of each slot, float32 [R, S]."""
+        assert self.scores is not None
+        return self.scores
+
+    @property
+    def accumulators(self) -> list[Tensor]:
+        """Accumulated attention, and the slots that the last step freed."""
+        freed: Tensor | None = getattr(self.schedule, "freed", None)
+        return [self.accumulated] if freed is None else [self.accumulated, freed]
+
+    @property
+    def _zero_for_new(self) -> list[Tensor]:
+        return [self.accumulated, *super()._zero_for_new]
+
+    def _advance(self, step: Step) -> None:
+        """Choose the token that is dropped, and count the step."""
+        self.schedule.drop(self.accumulated, self.positions, step.position)
+        super()._advance(step)
+
+    def _attend(self, query: Tensor, step: Step, masked: Tensor | None) -> Tensor:
+        """Attend as other blocks do, and add the attention that each slot gets to its score."""
+        width = self._width(step.q)
+        visible = self._visible(query, step, width, masked)
+        if self.weights is None or self.weights.shape[2] != width:
+            self.weights = torch.empty(*query.shape[:2], width, device=query.device)
+        weights, out = self.weights, list[Tensor]()
+        for rows, keys, values in self.stored.parts(width, whole=step.softcap is not None):
+            seen, how = None if visible is None else visible[rows], (step.scale, step.softcap)
+            with torch.no_grad():
+                weigh(query[rows], keys, seen, weights[rows], *how)
+            if query.requires_grad:
+                out.append(attend(query[rows], keys, values, seen, *how))
+            else:
+                out.append(mixed(weights[rows], values))
+        R, G, _ = query.shape
+        mean = weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
+        self.accumulated[:, None, :width].baddbmm_(mean, weights)
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def _grow(self, n_new: int) -> None:
+        """Add empty slots, whose score is inf."""
+        scores = pad(self.accumulated, (0, n_new), value=torch.inf)
+        super()._grow(n_new)
+        self.scores = scores
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor | Coded,
-    values: Tensor | Coded,
-    visible: Tensor | None,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    """Attend from q tokens of G query heads to one row's keys, without repeating keys.
-
-    On CUDA the kernels are named, as the default choice (cuDNN on Hopper) plans a kernel for each
-    new number of slots, half a second each. Flash attention takes no bias; the efficient kernel
-    does not split a row; so with a bias two matrix products and a softmax are faster (docs/gpu).
-
-    Args:
-        query: [R, G * q, D], the q tokens of each head together; the output has the same shape.
-        keys, values: [R, U, D].
-        visible: bool [R, 1 or q, U], or a bias of the logits; None: all are visible.
-        scale: factor of the query-key products.
-        softcap: bound of the logits (Gemma 2), or None.
-    """
-    if visible is not None and (q := visible.shape[1]) not in (1, query.shape[1]):
-        visible = visible.repeat(1, query.shape[1] // q, 1)  # for each head of the group
-    if softcap is None and isinstance(keys, Tensor) and isinstance(values, Tensor):
-        rows = query[:, None], keys[:, None], values[:, None]
-        if not query.is_cuda:
-            mask = None if visible is None else visible[:, None]
-            return scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale)[:, 0]
-        if visible is None and flash_takes(query):
-            return aten._scaled_dot_product_flash_attention(*rows, scale=scale)[0][:, 0]
-    logits = products(query, keys, scale)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if visible is not None and visible.dtype == torch.bool:
-        logits = logits.masked_fill(~visible, -torch.inf)
-    elif visible is not None:
-        logits = logits + visible
-    return mixed(logits.softmax(dim=-1), values)
-
-
-def flash_takes(query: Tensor) -> bool:
-    """Return whether torch's flash attention computes these queries [R, Q, D] on CUDA."""
-    D = query.shape[-1]
-    return query.itemsize == 2 and D % 8 == 0 and D <= 256 and not needs_gradient(query)
-
-
-def weigh(
-    query: Tensor,
-    keys: Tensor | Coded,
-    bias: Tensor | None,
-    weights: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> None:
-    """Write the attention weights of `attend` into `weights`, float32 [R, G, U].
-
-    In place, so that a step allocates nothing as large as the cache.
-    """
-    if isinstance(keys, Tensor) and query.dtype == weights.dtype:
-        torch.bmm(query * scale, keys.mT, out=weights)
-    else:
-        weights.copy_(products(query, keys, scale))
-    if softcap is not None:
-        weights.div_(softcap).tanh_().mul_(softcap)
-    if bias is not None:
-        weights.add_(bias)
-    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    weights.div_(weights.sum(-1, keepdim=True))
+def block_of(
+    row_numbers: np.ndarray,
+    stored: PlainKV | QuantizedKV,
+    positions: Tensor,
+    schedule: SlotSchedule,
+    scores: Tensor | None,
+    log_weights: Tensor | None,
+    width: int,
+) -> PaddedBlock:
+    """Return the block of these rows, of which the first `width` slots are in use."""
+    if schedule.needs_decode_attention:
+        assert scores is not None
+        scores = scores.masked_fill(positions < 0, torch.inf)
+    kind = AccumulatingBlock if schedule.needs_decode_attention else PaddedBlock
+    block = kind(row_numbers, stored, positions, schedule, scores, log_weights)
+    block.set_bias(width)
+    return block

@@ -3,7 +3,6 @@ earlier turns followed by a new turn."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,8 +13,9 @@ from torch.nn.functional import pad
 
 from mmkv.cache import selection
 from mmkv.cache.config import TokenMasks
-from mmkv.cache.padded_blocks import attend
+from mmkv.cache.kernels import attend
 from mmkv.layer_inputs import LayerInputs, Rotary, rows_of
+from mmkv.merge.reference import ReferenceQueries
 from mmkv.parts.slots import send
 from mmkv.policy import Policy
 from mmkv.scores.observers import tile
@@ -34,71 +34,6 @@ class Tail:
     present: Tensor | None = None  # bool [B, w], False for padding
 
 
-@dataclass(frozen=True)
-class ReferenceQueries:
-    """Queries of a prompt, rotated to the position after it."""
-
-    query: Tensor  # float32 [B, Hq, S, D], times the layer's scale
-    present: Tensor  # bool [B, S], False for fillers
-    softcap: float | None  # bound of the logits
-
-    @classmethod
-    def of(
-        cls, layer: LayerInputs, valid: Tensor, number: int, remembered: int | None
-    ) -> ReferenceQueries | None:
-        """Choose `number` (S) of a layer's queries, evenly spread up to the last; None if none.
-
-        Only the last `remembered` queries (None: all) are used, which are kept however a prompt is
-        read. Those not `valid`, bool [B, Q], are left out, so a padded row has the queries that it
-        has alone.
-        """
-        query, rotary, n_known = layer.query, layer.rotary, valid.shape[1]
-        n_known = n_known if remembered is None else min(remembered, n_known)
-        if number * n_known == 0:
-            return None
-        total = valid.sum(-1, keepdim=True)
-        count = total.clamp(max=n_known)
-        step = torch.arange(min(number, n_known), device=valid.device)
-        index = count - 1 - step * (-(-count // number)).clamp(min=1)
-        order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
-        at = order.gather(1, (index + total - count).clamp(min=0))
-        query = query.gather(2, at[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
-        if rotary is not None:
-            query = rotary.of_tokens(at).moved(query, rotary.ahead(1))
-        scale = query.shape[-1] ** -0.5 if layer.scale is None else layer.scale
-        present = index >= 0
-        query = (query.float() * scale).masked_fill(~present[:, None, :, None], 0.0)
-        return cls(query, present, layer.softcap)
-
-    def mass(self, keys: Tensor, bias: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention of tokens, and that of mean keys with a weight of 1 each.
-
-        Keys are [B, H, U, D], means [B, H, M, D]; bias [B, H, U] is -inf for no token.
-
-        Returns:
-            float32 [B, H, U] and [B, H, M], sums over queries and the query heads of a group.
-        """
-        B, H, U, _ = keys.shape
-        keys, means, absent = keys.float(), means.float(), (bias == -math.inf)[:, :, None]
-        token_attention = torch.zeros(B, H, U, device=keys.device)
-        mean_attention = torch.zeros(B, H, means.shape[2], device=keys.device)
-        n_queries = max(1, tile(keys.device) // (self.query.shape[1] * B * U))
-        grouped = self.query.unflatten(1, (H, -1))
-        parts = zip(grouped.split(n_queries, dim=3), self.present.split(n_queries, 1), strict=True)
-        for query, present in parts:
-            rows = query.flatten(2, 3)
-            mask = present[:, None, None].expand(-1, 1, query.shape[2], -1).flatten(2)[..., None]
-            logits, of_means = rows @ keys.mT, rows @ means.mT
-            if (cap := self.softcap) is not None:
-                logits, of_means = (cap * torch.tanh(x / cap) for x in (logits, of_means))
-            # Padding may hold any values, NaN included.
-            logits = (logits + bias[:, :, None]).masked_fill_(absent, -math.inf)
-            total = logits.logsumexp(-1, keepdim=True)
-            token_attention += (logits - total).exp().mul(mask).sum(2)
-            mean_attention += (of_means - total).exp().mul(mask).sum(2)
-        return token_attention, mean_attention
-
-
 @dataclass
 class PromptKV:
     """The tokens of one layer, in order of position.
@@ -109,7 +44,7 @@ class PromptKV:
         scores: float32 [B, 1 or H, U], importance; None if no score was computed.
         tail: the last queries of the prompt's chunks so far.
         weights: float32 [B, H, U], how many tokens each pair stands for; None: one each.
-        bias: float32 [B, H, U], added to the logits of each pair; None if `weights` is None.
+        log_weights: float32 [B, H, U], added to the logits of each pair; None if `weights` is None.
         group_index: [B, H, T], the group of each token seen up to the last turn, see
             `KeptKV.group_index`; None if there are no groups.
         measured: float32 [B], the result of `Layers.measure` for the layer sizes; None: not used.
@@ -126,7 +61,7 @@ class PromptKV:
     scores: Tensor | None = None
     tail: Tail = Tail()
     weights: Tensor | None = None
-    bias: Tensor | None = None
+    log_weights: Tensor | None = None
     group_index: Tensor | None = None
     measured: Tensor | None = None
     readers: ReferenceQueries | None = None
@@ -150,7 +85,7 @@ class PromptKV:
         def by_age(x: Tensor) -> Tensor:
             return torch.take_along_dim(x, order if x.ndim == 3 else order[..., None], dim=2)
 
-        names = ("keys", "values", "scores", "weights", "bias")
+        names = ("keys", "values", "scores", "weights", "log_weights")
         present = {name: x for name in names if (x := getattr(self, name)) is not None}
         moved = {name: by_age(x) for name, x in present.items()}
         return replace(self, positions=by_age(positions), **moved)
@@ -170,7 +105,7 @@ class PromptKV:
             positions=torch.cat([self.positions, positions.expand(B, heads, q)], dim=2),
             scores=None if self.scores is None else pad(self.scores, (0, q)),
             weights=None if self.weights is None else pad(self.weights, (0, q), value=1.0),
-            bias=None if self.bias is None else pad(self.bias, (0, q)),
+            log_weights=None if self.log_weights is None else pad(self.log_weights, (0, q)),
         )
 
     def attend(
@@ -184,7 +119,7 @@ class PromptKV:
         """Attend from the last q tokens to all: query [B, Hq, q, D] -> [B, q, Hq, D].
 
         `among`, bool [B, 1, q, q], says which of the q see which (None: causal). Other arguments
-        are those of `padded_blocks.attend`.
+        are those of `kernels.attend`.
         """
         B, Hq, q, _ = query.shape
         H, U = self.keys.shape[1:3]
@@ -194,8 +129,8 @@ class PromptKV:
             among = among.to(keys.device).expand(B, H, q, q).flatten(0, 1)
         old, present = U - q, positions[:, None] >= 0
         past_bias = torch.zeros(present[..., :old].shape, dtype=query.dtype, device=keys.device)
-        if self.bias is not None:
-            past_bias += self.bias.flatten(0, 1)[:, None, :old]
+        if self.log_weights is not None:
+            past_bias += self.log_weights.flatten(0, 1)[:, None, :old]
         past_bias.masked_fill_(~present[..., :old], -torch.inf)
         # The mask of n queries is [R, n, U]: bound its size by taking some queries at a time.
         out: list[Tensor] = []
@@ -213,7 +148,7 @@ class PromptKV:
             visible[..., :old] = past_bias
             visible[..., old:].masked_fill_(~sees, -torch.inf)
             head_queries = query[:, :, start : start + n].reshape(B * H, Hq // H * n, -1)
-            chunk_out = attend(head_queries, keys, values, visible, scale=scale, softcap=softcap)
+            chunk_out = attend(head_queries, keys, values, visible, scale, softcap)
             out.append(chunk_out.view(B, Hq, n, -1).transpose(1, 2))
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +56,9 @@ class Ranking:
         order = (chosen + U * droppable).masked_fill(filler, 3 * U).argsort(dim=-1)
         indices = chosen.masked_fill(filler, -1).gather(-1, order)
         at = indices.expand(B, H, -1).clamp(min=0)
-        weights, bias = (None if x is None else x.gather(2, at) for x in (kv.weights, kv.bias))
-        return Kept(indices, counts, n_pinned, weights=weights, bias=bias)
+        both = kv.weights, kv.log_weights
+        weights, log_weights = (None if x is None else x.gather(2, at) for x in both)
+        return Kept(indices, counts, n_pinned, weights=weights, log_weights=log_weights)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Kept:
         slot: int64 [B, H, U], the slot that each token is merged into, M for none; None: nothing
             is merged.
         weights: float32 [B, H, M], how many tokens each slot stands for; None: one each.
-        bias: float32 [B, H, M], added to each slot's logit; None if `weights` is None.
+        log_weights: float32 [B, H, M], added to each slot's logit; None if `weights` is None.
     """
 
     indices: Tensor
@@ -83,7 +84,7 @@ class Kept:
     values: Tensor | None = None
     slot: Tensor | None = None
     weights: Tensor | None = None
-    bias: Tensor | None = None
+    log_weights: Tensor | None = None
 
 
 def importance(
@@ -111,17 +112,20 @@ def importance(
             object.__setattr__(score, "window", window)
         return score(inputs)
 
-    # Autocast would round float32 products to 16 bits.
-    no_autocast = nullcontext()
-    if torch.is_autocast_enabled(device.type):
-        no_autocast = torch.autocast(device.type, enabled=False)
-    with torch.no_grad(), no_autocast:
+    with torch.no_grad(), no_autocast(device):
         scores = by_parts(layer, windows, present, of_rows)
     if not type(policy.score).__module__.startswith(("mmkv.scores.", "mmkv.policies.")):
         _check_scores(policy.score, scores, layer.query, layer.key)
     if policy.score.average_heads and scores.shape[1] > 1:
         scores = scores.mean(dim=1, keepdim=True)
     return scores.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Switch autocast off, which would round float32 products to 16 bits."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def by_parts(

@@ -31,8 +31,9 @@ from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Sha
 from mmkv.scores.observers import largest, rows, spans, tile
 
 if TYPE_CHECKING:
-    from mmkv.cache.prompt_kv import PromptKV, ReferenceQueries
+    from mmkv.cache.prompt_kv import PromptKV
     from mmkv.cache.selection import Kept, Ranking
+    from mmkv.merge.reference import ReferenceQueries
 
 # A fitted weight differs from the number of tokens by at most this factor, as a logarithm.
 _BOUND = math.log(4)
@@ -86,10 +87,14 @@ class MergeIntoGroups(Merge):
         token_weights = present.float() if prompt_kv.weights is None else prompt_kv.weights
         n_tokens = sums(token_weights, slot, M)
         mean_keys, mean_values = means((keys, values), slot, token_weights, M)
-        bias = log_weights(slot, M, present, keys, prompt_kv.bias, mean_keys, prompt_kv.readers)
-        weights = n_tokens.masked_fill(n_tokens == 0, 1.0)
+        arguments = keys, prompt_kv.log_weights, mean_keys, prompt_kv.readers
         return replace(
-            kept, keys=mean_keys, values=mean_values, slot=slot, weights=weights, bias=bias
+            kept,
+            keys=mean_keys,
+            values=mean_values,
+            slot=slot,
+            weights=n_tokens.masked_fill(n_tokens == 0, 1.0),
+            log_weights=log_weights(slot, M, present, *arguments),
         )
 
 
@@ -316,29 +321,29 @@ def log_weights(
     slots: int,
     present: Tensor,
     keys: Tensor,
-    bias: Tensor | None,
+    of_tokens: Tensor | None,
     means: Tensor,
     queries: ReferenceQueries | None,
 ) -> Tensor:
-    """Return the bias that attention adds to each slot's logit: float32 [B, H, M], 0 if empty.
+    """Return what attention adds to each slot's logit: float32 [B, H, M], 0 if empty.
 
     It is the logarithm of the group's weight, fitted or the sum of its tokens' weights. A token
-    that is alone in its slot keeps its bias.
+    that is alone in its slot keeps its own.
 
     Args:
         slot: int64 [B, H, U], each token's slot; M (the number `slots`) for none.
         present: bool [B, H, U], False for no token.
         keys: [B, H, U, D], the tokens' keys.
-        bias: float32 [B, H, U], added to the tokens' logits so far; None: 0.
+        of_tokens: float32 [B, H, U], the logarithms of the tokens' weights so far; None: 0.
         means: [B, H, M, D], the slots' keys.
         queries: the queries to which weights are fitted; None: tokens' weights are summed.
     """
-    bias = torch.zeros(present.shape, device=keys.device) if bias is None else bias
-    bias = bias.masked_fill(~present, -math.inf)
-    summed = sums(bias.exp(), slot, slots)
+    before = torch.zeros(present.shape, device=keys.device) if of_tokens is None else of_tokens
+    before = before.masked_fill(~present, -math.inf)
+    summed = sums(before.exp(), slot, slots)
     log_weight = log_sum = summed.log()
     if queries is not None and slots:
-        attention, of_means = queries.mass(keys, bias, means)
+        attention, of_means = queries.attention(keys, before, means)
         of_groups, tiny = sums(attention, slot, slots), torch.finfo(torch.float32).tiny
         is_group = sums(present.float(), slot, slots) > 1
         fitted = (of_groups.log() - of_means.log()).clamp(log_sum - _BOUND, log_sum + _BOUND)

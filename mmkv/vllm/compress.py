@@ -95,8 +95,9 @@ def compress(x: Prompt, size: int, policy: Policy) -> tuple[Tensor, Tensor, Tens
     else:
         at = kept.indices.expand(1, H, -1)[..., None]
         keys, values = (y.gather(2, at.expand(*at.shape[:3], y.shape[-1])) for y in (keys, values))
-    bias = torch.zeros(1, H, size, device=device) if kept.bias is None else kept.bias
-    return keys[0], values[0], bias[0]
+    weights = kept.log_weights
+    weights = torch.zeros(1, H, size, device=device) if weights is None else weights
+    return keys[0], values[0], weights[0]
 
 
 def _rotary(x: Prompt) -> TableRotary | None:

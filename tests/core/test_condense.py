@@ -143,10 +143,10 @@ def test_a_later_score_is_told_what_groups_weigh(models):
         model(input_ids=torch.arange(10, 40)[None], past_key_values=cache)
     assert given[:3] == [None] * 3
     for bias, before in zip(given[3:], held, strict=True):
-        bias, n = bias.view(1, 2, -1), before.bias.shape[-1]
+        bias, n = bias.view(1, 2, -1), before.log_weights.shape[-1]
         assert before.weights.sum(-1).tolist() == [[90.0, 90.0]]
-        assert (before.bias > 0).sum() > 10
-        assert torch.equal(bias[..., :n], before.bias)
+        assert (before.log_weights > 0).sum() > 10
+        assert torch.equal(bias[..., :n], before.log_weights)
         assert not bias[..., n:].any()
 
 
@@ -179,7 +179,7 @@ def test_a_group_takes_over_the_attention_its_tokens_received(models):
     cache = prefilled(model, inputs, "h2o", 0.2, merge="groups")
     for layer in cache.layers:
         for block in layer.blocks:
-            received = block.mass.masked_fill(block.positions < 0, 0.0).sum(-1)
+            received = block.scores.masked_fill(block.positions < 0, 0.0).sum(-1)
             torch.testing.assert_close(received, torch.full_like(received, 90.0))
 
 

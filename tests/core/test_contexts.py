@@ -200,7 +200,7 @@ def storage(context):
     for i, layer in enumerate(context.cache.compressed):
         for j, block in enumerate(layer.state.blocks):
             filled, stored = block.held >= 0, block.stored
-            slots = {"held": block.held, "mass": block.mass, "log_weights": block.log_weights}
+            slots = {"held": block.held, "scores": block.scores, "log_weights": block.log_weights}
             if hasattr(stored, "codes"):
                 slots["codes"] = stored.codes.transpose(1, 2)
                 slots["ranges"] = stored.ranges.permute(0, 3, 1, 2)

@@ -15,7 +15,7 @@ from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
 from helpers.oracle import REPLAYED, ROWS, options_of, short
 from mmkv.attach.graph import capture
-from mmkv.cache.padded_blocks import attend
+from mmkv.cache.kernels import attend
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

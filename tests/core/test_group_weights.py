@@ -10,9 +10,9 @@ from torch import Tensor
 import mmkv
 from helpers.models import make_inputs, random
 from mmkv.cache import prompt_kv
-from mmkv.cache.prompt_kv import ReferenceQueries
 from mmkv.layer_inputs import LayerInputs
 from mmkv.merge.groups import log_weights
+from mmkv.merge.reference import ReferenceQueries
 
 B, H, G, U, D, M = 2, 2, 3, 14, 4, 5
 

@@ -21,8 +21,10 @@ from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
 from mmkv.cache import codes, quantize
 from mmkv.cache.codes import BITS
+from mmkv.cache.forward_pass import AttentionCall
+from mmkv.cache.kernels import attend
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.padded_blocks import PaddedBlock, attend
+from mmkv.cache.padded_blocks import PaddedBlock, Step
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.parts.slots import GrowingSlots
 
@@ -310,13 +312,14 @@ def test_a_step_attends_to_the_pairs_that_are_read(kv_dtype, softcap):
     held = stored([x + 3.0 for x in pairs], kv_dtype, start=24).grown(8)
     positions = torch.arange(32).expand(4, -1).masked_fill(torch.arange(32) >= 24, -1)
     schedule = GrowingSlots(counts=np.full(4, 24))
-    block = PaddedBlock(np.arange(4), held, positions.int(), None, schedule)
+    block = PaddedBlock(np.arange(4), held, positions.int(), schedule)
     layer, g = KeptKV([block], 2, 2, [24, 24]), torch.Generator().manual_seed(3)
     query, key, value = (
         torch.randn(2, n, 1, 16, generator=g, dtype=torch.float64) for n in (4, 2, 2)
     )
     options = {"scale": 0.2, "softcap": softcap}
-    out = layer.attend(query, key, value, 25, **options)
+    call = AttentionCall(query, key, value, None, **options)
+    out = layer.attend(call, Step(24, 1, **options))
     keys, values = (x[:, :25] for x in block.stored.read())
     assert float(keys[:, :24].mean()) == pytest.approx(3.0, abs=0.2)
     torch.testing.assert_close(keys[:, 24].view(2, 2, 16), key[:, :, 0])

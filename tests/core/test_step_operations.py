@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.padded_blocks import PaddedBlock
+from mmkv.cache.padded_blocks import Step, block_of
 from mmkv.cache.plain import PlainKV
 from mmkv.parts.slots import GrowingSlots, Ring
 
@@ -35,8 +36,7 @@ def kept(schedule, weighed):
         pair, positions = torch.zeros(*shape, HEAD_DIM), torch.zeros(shape, dtype=torch.int32)
         weights = torch.zeros(shape) if weighed else None
         stored, rows = PlainKV(pair, pair.clone()), np.array([2 * i, 2 * i + 1])
-        blocks.append(PaddedBlock(rows, stored, positions, None, schedule(n), log_weights=weights))
-        blocks[-1].set_bias(n)
+        blocks.append(block_of(rows, stored, positions, schedule(n), None, weights, n))
     return KeptKV(blocks, 1, 6, [20])
 
 
@@ -59,10 +59,10 @@ def ring(n):
 def test_few_operations(schedule, weighed, most):
     """Of the second of two steps: what is made once is made by the first."""
     layer, pair = kept(schedule, weighed), torch.zeros(1, 6, 1, HEAD_DIM)
-    query, how = torch.zeros(1, 12, 1, HEAD_DIM), {"scale": 1.0, "softcap": None}
-    layer.attend(query, pair, pair, 51, **how)
+    call = AttentionCall(torch.zeros(1, 12, 1, HEAD_DIM), pair, pair, None, 1.0, None)
+    layer.attend(call, Step(50, 1, 1.0))
     with Operations() as operations:
-        out = layer.attend(query, pair, pair, 52, **how)
+        out = layer.attend(call, Step(51, 1, 1.0))
     assert out.shape == (1, 1, 12, HEAD_DIM)
     found = operations.found
     assert sum("scaled_dot_product" in name for name in found) == len(LENGTHS)

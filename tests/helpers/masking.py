@@ -98,7 +98,7 @@ def held_by(cache: Any, layer: int) -> Tensor:
         bias, leaders = torch.full(weights.shape, -math.inf), torch.full_like(weights, -1)
         for b, h in itertools.product(*map(range, weights.shape[:2])):
             mine = (held.weights[b, h] > 1) & (held.positions[b, h] >= 0)
-            bias[b, h, : int(mine.sum())] = held.bias[b, h][mine]
+            bias[b, h, : int(mine.sum())] = held.log_weights[b, h][mine]
             leaders[b, h, : int(mine.sum())] = held.positions[b, h][mine]
         kept.groups = weights.clone(), member.clone(), bias, leaders
     return kept

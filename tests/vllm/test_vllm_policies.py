@@ -118,7 +118,7 @@ def test_pairs_kept_are_those_of_wrap(
         cache = model(**inputs, use_cache=True).past_key_values
     for i, (module, query, keys, values) in enumerate(layers):
         held = cache.layers[i].dense()
-        bias = torch.zeros(1, HEADS, M) if held.bias is None else held.bias
+        bias = torch.zeros(1, HEADS, M) if held.log_weights is None else held.log_weights
         expected = in_order(torch.cat([held.keys, held.values, bias[..., None]], -1)[0])
         group, D = len(query) // HEADS, query.shape[-1]
         weight = module.o_proj.weight.unflatten(1, (HEADS, group, D)).movedim(0, 2)

@@ -162,5 +162,5 @@ def condense(
     kept = MergeIntoGroups()(kv, ranking)
     assert kept.keys is not None
     assert kept.values is not None
-    assert kept.bias is not None
-    return kept.keys[0, 0], kept.values[0, 0], kept.bias[0, 0]
+    assert kept.log_weights is not None
+    return kept.keys[0, 0], kept.values[0, 0], kept.log_weights[0, 0]

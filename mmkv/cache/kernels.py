@@ -1,0 +1,84 @@
+"""Attention of a few new tokens to stored pairs, that are tensors or codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from mmkv.cache.products import Coded, mixed, needs_gradient, products
+
+aten: Any = torch.ops.aten
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor | Coded,
+    values: Tensor | Coded,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Attend from q tokens of G query heads to one row's keys, without repeating keys.
+
+    On CUDA the kernels are named, as the default choice (cuDNN on Hopper) plans a kernel for each
+    new number of slots, half a second each. Flash attention takes no bias; the efficient kernel
+    does not split a row; so with a bias two matrix products and a softmax are faster (docs/gpu).
+
+    Args:
+        query: [R, G * q, D], the q tokens of each head together; the output has the same shape.
+        keys, values: [R, U, D].
+        visible: bool [R, 1 or q, U], or a bias of the logits; None: all are visible.
+        scale: factor of the query-key products.
+        softcap: bound of the logits (Gemma 2), or None.
+    """
+    if visible is not None and (q := visible.shape[1]) not in (1, query.shape[1]):
+        visible = visible.repeat(1, query.shape[1] // q, 1)  # for each head of the group
+    if softcap is None and isinstance(keys, Tensor) and isinstance(values, Tensor):
+        rows = query[:, None], keys[:, None], values[:, None]
+        if not query.is_cuda:
+            mask = None if visible is None else visible[:, None]
+            return scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale)[:, 0]
+        if visible is None and flash_takes(query):
+            return aten._scaled_dot_product_flash_attention(*rows, scale=scale)[0][:, 0]
+    logits = products(query, keys, scale)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if visible is not None and visible.dtype == torch.bool:
+        logits = logits.masked_fill(~visible, -torch.inf)
+    elif visible is not None:
+        logits = logits + visible
+    return mixed(logits.softmax(dim=-1), values)
+
+
+def flash_takes(query: Tensor) -> bool:
+    """Return whether torch's flash attention computes these queries [R, Q, D] on CUDA."""
+    D = query.shape[-1]
+    return query.itemsize == 2 and D % 8 == 0 and D <= 256 and not needs_gradient(query)
+
+
+def weigh(
+    query: Tensor,
+    keys: Tensor | Coded,
+    bias: Tensor | None,
+    weights: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> None:
+    """Write the attention weights of `attend` into `weights`, float32 [R, G, U].
+
+    In place, so that a step allocates nothing as large as the cache.
+    """
+    if isinstance(keys, Tensor) and query.dtype == weights.dtype:
+        torch.bmm(query * scale, keys.mT, out=weights)
+    else:
+        weights.copy_(products(query, keys, scale))
+    if softcap is not None:
+        weights.div_(softcap).tanh_().mul_(softcap)
+    if bias is not None:
+        weights.add_(bias)
+    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
+    weights.div_(weights.sum(-1, keepdim=True))
