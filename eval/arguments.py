@@ -68,7 +68,7 @@ RunOption = Annotated[
 SuiteOption = Annotated[
     str | None,
     typer.Option(
-        help="The suite of the prompts. [default: description, where the model reads pictures]"
+        help="The suite of the prompts. [default: description, or prompts for a text model]"
     ),
 ]
 

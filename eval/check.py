@@ -1,112 +1,339 @@
-"""`mmkv check`: `mmkv.check` on prompts of a file, in a folder that keeps every finished row."""
+"""`mmkv.check`: which cache holds the fewest bytes of those whose predictions stay within a
+tolerance on a user's own prompts. `mmkv check` is its command line (`mmkv.eval.cli`).
+
+The model's greedy reply with the full cache is fed again with each smaller cache, as in every
+suite with the metrics "divergence" and "next" (`mmkv.eval.measure`). A reply's first token does
+not count: it is predicted while the prompt is read, before anything is evicted.
+"""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
 
-import typer
+from rich.console import Group
+from rich.filesize import decimal
+from rich.text import Text
 
-from mmkv import options
-from mmkv.terminal import check_place, console, say, show_errors
+from mmkv.budgets import named, number
+from mmkv.cache.codes import BITS
+from mmkv.forcing import checked_inputs
+from mmkv.memory import Memory
+from mmkv.terminal import Table, bar, plain
 
-from .arguments import (
-    BudgetsOption,
-    LimitOption,
-    MemoryOption,
-    PromptsOption,
-    RunOption,
-    budget_list,
-    commands,
-)
-from .store import Store, describe_environment, digest, file_digests, key_of, replace
+from .measure import Batch, Job, measure
+from .prompts import longest
+from .runner import check_arguments, try_all
+from .samples import Sample
+from .store import FULL, Row, key_of
+from .suites.prompts import NEW_TOKENS
+from .variants import Variant
 
-FOLDER = Path("runs/check")
-BUDGETS = "0.05,0.1,0.2,0.3,0.5"  # those of `mmkv.check`
+MEMORY = ("1/2", "1/4", "1/8", "1/16", "1/32")  # measured where nothing is given
+METRICS = ("divergence", "next")
+WITHIN = 0.05
+# Caches whose bytes differ by no more count as equal.
+_ALIKE = 0.02
 
 
-@commands.command("check", short_help="Find the smallest budget for your prompts.")
-@show_errors
-def check_command(
-    model: options.ModelOption = "builtin",
-    prompts: PromptsOption = None,
-    within: Annotated[float, typer.Option(help="Tolerated divergence, nats a token.")] = 0.05,
-    policy: options.PolicyName = "condense",
-    budgets: BudgetsOption = None,
-    memory: MemoryOption = None,
-    option: options.PairsOption = None,
-    plugin: options.PluginOption = None,
-    profile: options.ProfileOption = None,
-    kv_dtype: options.KvDtypeOption = None,
-    limit: LimitOption = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a reply, at most.")] = 48,
-    out: RunOption = None,
-    device: options.DeviceOption = "auto",
-    dtype: options.DtypeOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
-) -> None:
-    """Find the smallest cache for your prompts whose predictions stay within a tolerance.
+def check(
+    model: Any,
+    inputs: Iterable[Mapping[str, Any]],
+    policies: str | Sequence[str] = "condense",
+    budgets: Sequence[float | int | str] | None = None,
+    *,
+    memory: Sequence[float | str] | None = None,
+    within: float = WITHIN,
+    max_new_tokens: int = NEW_TOKENS,
+    **options: Any,
+) -> CheckReport:
+    """Measure how far policies move a model's predictions on prompts, and what they save.
 
-    Each budget, and the full cache in 8 and in 4 bits, is compared with the full cache along the
-    model's replies: divergence of next-token predictions, share of equal tokens, and bytes.
+    Args:
+        model: not wrapped; it is wrapped for parts of the call.
+        inputs: for each prompt the inputs of `model(**x)`, one row each, such as a processor
+            returns.
+        policies: a name or several, each with options or without: "snapkv:heads=retrieval",
+            "condense:kv_dtype=int8", "prefixkv:profile=FILE".
+        budgets: fractions of the prompt, or tokens per layer and head.
+        memory: in their place shares of the full cache's bytes; by default 1/2 to 1/32.
+        within: the tolerance, nats a token.
+        max_new_tokens: most tokens of a reply.
+        options: for every policy that has them, such as `least=0`.
+
+    Returns:
+        A row for each policy and size, and for the full cache in 8 and in 4 bits; the row of the
+        fewest bytes within the tolerance.
+
+    Raises:
+        ValueError: there are no prompts, one has a single token, several rows or more tokens than
+            the model's positions, a tolerance or size is out of range, or `mmkv.wrap` refuses an
+            option.
     """
-    sizes = budget_list(budgets, BUDGETS, memory, kv_dtype)
-    check_place(out or FOLDER)
+    if memory is not None and budgets is not None:
+        raise ValueError(f"memory={memory!r} stands in place of budgets={budgets!r}: give one")
+    names = [policies] if isinstance(policies, str) else policies
+    sizes: list[float | int] = [number(x) for x in budgets or ()]
+    if budgets is None:
+        sizes = [Memory.of(x) for x in (MEMORY if memory is None else memory)]
+    variants = variants_of(names, sizes, within, max_new_tokens, options)
+    prompts = [checked_inputs(x, i, "check") for i, x in enumerate(inputs)]
+    check_lengths(model, [_length(x, i) for i, x in enumerate(prompts, 1)], max_new_tokens)
+    pairs = [(variant, size) for variant in variants for size in variant.budgets(sizes)]
+    try_all(model, pairs)
+    samples = [
+        Sample(id=str(i), prompt="", max_new_tokens=max_new_tokens) for i in range(len(prompts))
+    ]
+    job, rows = Job(model, _Given(model, prompts), samples, METRICS, {}), list[Row]()
+    with bar(len(pairs) * len(samples)) as advance:
+        for i in range(len(samples)):
+            batch = Batch(job, [i])
+            for variant, size in pairs:
+                rows += (new := measure(variant, size, batch))
+                if variant.label == FULL:
+                    job.full[i] = new[0]
+                advance(1, f"prompt {i + 1}")
+    return summed_up(rows, pairs, within)
 
-    # These import torch.
-    from mmkv import chat
-    from mmkv.registry import get_policy
 
-    from .prompts import encode_prompts, read_prompts
+class _Given:
+    """In place of an encoder: inputs that are encoded already, by the id of their sample."""
 
-    chosen = get_policy(policy, **chat.parse_options(policy, option or []))
-    user_prompts = None if prompts is None else read_prompts(prompts)
-    from mmkv.divergence import check_arguments, check_prompts, measured, settings_of, summed_up
-    from mmkv.loading import quiet
+    def __init__(self, model: Any, inputs: Sequence[Mapping[str, Any]]) -> None:
+        config, self.inputs = model.generation_config, inputs
+        ends = config.eos_token_id
+        end = ends[0] if isinstance(ends, list) else ends
+        pad = next((x for x in (config.pad_token_id, end) if x is not None), 0)
+        self.tokenizer = SimpleNamespace(pad_token_id=pad)
 
-    check_arguments(chosen, sizes, within, max_new_tokens)
-    loaded = chat.load(model, device, dtype)
-    net = loaded.model
-    try:
-        with quiet():
-            # The built-in model knows no English.
-            inputs = encode_prompts(loaded, user_prompts, limit, drawn=model == "builtin")
-            check_prompts(net, inputs, max_new_tokens)
-            settings = settings_of(net, chosen, sizes, profile=profile, kv_dtype=kv_dtype)
-            facts = {
-                "model": loaded.name,
-                "policy": settings[0].label,
-                "options": json.loads(json.dumps(chosen.flat(), default=str)),
-                "profile": None if profile is None else str(profile),
-                "files": file_digests(net, [] if profile is None else [profile]),
-                "budgets": sizes,
-                **({} if memory is None else {"memory": True}),
-                "max_new_tokens": max_new_tokens,
-                "n": len(inputs),
-                "prompts_digest": digest([x["input_ids"].tolist() for x in inputs]),
-                "dtype": str(net.dtype).removeprefix("torch."),
-                "device": net.device.type,
-            }
-            environment = describe_environment(net.device)
-            folder = out or FOLDER / digest([facts, environment])
-            store = Store(folder)
-            store.claim(facts, environment)
-            order = list(dict.fromkeys(x.label for x in settings)), [x.budget for x in settings]
-            done = {key_of(row) for row in store.merge(*order)}
-            if done:
-                say(f"{len(done)} of {len(inputs) * len(settings)} rows are in {folder} already")
-            for new_rows in measured(net, inputs, settings, max_new_tokens, done):
-                store.append(new_rows)
-            rows = store.merge(*order)
-    except KeyboardInterrupt:
-        say("stopped; finished rows are kept, the same command goes on")
-        raise typer.Exit(130) from None
-    report, path = summed_up(rows, within), folder / "report.json"
-    text = json.dumps(facts | environment | report.to_dict() | {"each": rows}, indent=2) + "\n"
-    replace(path, text)
-    if as_json:
-        typer.echo(text, nl=False)
-    else:
-        console().print(report)
-        typer.echo(f"wrote {path}")
+    def batch(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Return the inputs of one sample."""
+        (sample,) = samples
+        return dict(self.inputs[int(sample.id)])
+
+    def answer(self, sample: Sample) -> list[int]:
+        """Return no tokens: prompts have no reference answers."""
+        return []
+
+
+def variants_of(
+    policies: Sequence[str],
+    sizes: Sequence[float | int],
+    within: float,
+    max_new_tokens: int,
+    options: Mapping[str, Any],
+) -> list[Variant]:
+    """Return the caches to compare, the full one first and in 8 and in 4 bits last. Raises
+    ValueError for a wrong argument."""
+    if not 0 < within < math.inf:
+        raise ValueError(f"within={within}: expected nats a token above 0, such as 0.05")
+    if max_new_tokens < 2:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens}: expected 2 or more; the first token is predicted "
+            "before anything is evicted"
+        )
+    bits = [f"{FULL}:kv_dtype={dtype}" for dtype in BITS]
+    texts = [*(x for x in policies if x not in bits), *bits]
+    variants = check_arguments(texts, sizes, METRICS, options, exact=False)
+    if all(x.policy.keeps_all for x in variants):
+        raise ValueError(f"policies {list(policies)} keep everything: name one that does not")
+    return variants
+
+
+def check_lengths(model: Any, lengths: Sequence[int], max_new_tokens: int) -> None:
+    """Refuse a prompt of one token, or one too long for the model with its reply."""
+    if not lengths:
+        raise ValueError("check: no prompts: give one or more")
+    positions = longest(model) or math.inf
+    for i, n in enumerate(lengths, start=1):
+        if n < 2:
+            raise ValueError(
+                f"prompt {i} has {n} token: there is nothing to compress; give a longer one"
+            )
+        if n + max_new_tokens > positions:
+            raise ValueError(
+                f"prompt {i} has {n:,} tokens, and with {max_new_tokens} of a reply more than the "
+                f"model's {positions:,} positions: shorten it"
+            )
+
+
+def _length(inputs: Mapping[str, Any], i: int) -> int:
+    """Return the tokens of prompt i. Raises ValueError if it is several, or padded."""
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    if len(ids) != 1 or (mask is not None and not bool(mask.all())):
+        raise ValueError(
+            f"check: prompt {i} has {len(ids)} rows or padding: give prompts one by one"
+        )
+    return ids.shape[1]
+
+
+@dataclass(frozen=True)
+class CheckRow:
+    """One cache compared with the full one, over all prompts."""
+
+    policy: str  # with its options: "condense", "full:kv_dtype=int8"
+    budget: float | int  # requested; `Memory` where it is a share of bytes
+    divergence: float  # of next-token distributions from the full cache's, in nats a token
+    worst: float  # the largest divergence of one prompt
+    worst_prompt: int  # that prompt's number, from 1
+    same: float  # the share of tokens for which both caches have the same first choice
+    kept: float  # the share of the prompts' pairs kept after the prefill, groups included
+    nbytes: int  # bytes of the cache after the prefill, mean over prompts
+    call: str  # what wraps a model with this cache
+    tested: bool  # whether it held no more than was asked for
+
+    @property
+    def name(self) -> str:
+        """The cache's name in tables."""
+        return self.policy if self.policy.startswith(FULL) else f"{self.policy} {self._size}"
+
+    @property
+    def _size(self) -> str:
+        return named(self.budget)
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What caches cost and save on some prompts.
+
+    Attributes:
+        within: the tolerance, nats a token.
+        prompts: number of prompts; `prompt_tokens`: tokens of the shortest and the longest.
+        tokens: number of reply tokens, over which means are taken.
+        full_nbytes: bytes of the full cache after the prefill, mean over prompts.
+        rows: a row for each policy and size, then the full cache in 8 and in 4 bits.
+        notes: remarks for the reader, such as replies that say nothing.
+    """
+
+    within: float
+    prompts: int
+    prompt_tokens: tuple[int, int]
+    tokens: int
+    full_nbytes: int
+    rows: tuple[CheckRow, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> CheckRow | None:
+        """The row of the fewest bytes within the tolerance; of about equal ones the nearest to the
+        full cache. None if there is none. Rows that were not put to the test do not count."""
+        found = [x for x in self.rows if x.tested and x.divergence <= self.within]
+        least = min((x.nbytes for x in found), default=0)
+        alike = [x for x in found if x.nbytes <= (1 + _ALIKE) * least]
+        return min(alike, key=lambda x: x.divergence, default=None)
+
+    @property
+    def verdict(self) -> str:
+        """A sentence with the recommended cache, or that there is none."""
+        of_policies = [x for x in self.rows if not x.policy.startswith(FULL)]
+        if not any(x.tested for x in of_policies):
+            return (
+                f"too short to tell: prompts of {self.prompt_tokens[1]:,} tokens or fewer put no "
+                "size to the test; give longer ones"
+            )
+        if (best := self.best) is None:
+            nearest = min(self.rows, key=lambda x: x.divergence)
+            return (
+                f"nothing is within {self.within:g} nats a token: {nearest.name} is nearest, with "
+                f"{nearest.divergence:.3g}; try more memory, another policy or a larger tolerance"
+            )
+        return (
+            f"fewest bytes within {self.within:g} nats a token: {best.call} holds "
+            f"{best.nbytes / self.full_nbytes:.0%} of the full cache's ({best.divergence:.3g} nats,"
+            f" and {best.worst:.3g} on prompt {best.worst_prompt}, the worst)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        best = None if self.best is None else asdict(self.best)
+        return asdict(self) | {"best": best, "verdict": self.verdict}
+
+    def __str__(self) -> str:
+        """Return the table that the terminal shows."""
+        return plain(self)
+
+    def __rich__(self) -> Group:
+        """Return a table for the terminal, with the verdict and the notes."""
+        least, most = self.prompt_tokens
+        long = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        some = "1 prompt" if self.prompts == 1 else f"{self.prompts:,} prompts"
+        title = f"{some} of {long} tokens, {self.tokens:,} tokens of replies"
+        columns = ("nats a token", "worst prompt", "same token", "kept", "bytes a prompt")
+        rows = list[tuple[str, list[str]]]()
+        for x in self.rows:
+            numbers = [f"{x.divergence:.4f}", f"{x.worst:.4f}", f"{x.same:.1%}", f"{x.kept:.1%}"]
+            size = f"{decimal(x.nbytes)} ({x.nbytes / self.full_nbytes:.0%})"
+            rows.append((x.name, [*numbers, size]))
+        below = [Text(self.verdict, style="bold")]
+        below += [Text(f"({x})", style="dim") for x in self.notes]
+        return Group(Table("cache", columns, rows, title), *below)
+
+
+def summed_up(
+    rows: Sequence[Row], pairs: Sequence[tuple[Variant, float | int]], within: float
+) -> CheckReport:
+    """Return the report on rows of `measure`, of policies at their sizes, the full cache first.
+
+    Raises:
+        ValueError: a prompt could not be measured, or no reply has a second token.
+    """
+    if failed := [x for x in rows if "error" in x]:
+        first = failed[0]
+        raise ValueError(f"{first['policy']}, prompt {first['index'] + 1}: {first['error']}")
+    full = [x for x in rows if x["policy"] == FULL]
+    empty = {x["index"] for x in full if not x["next_tokens"]}
+    if len(empty) == len(full):
+        raise ValueError(
+            "check: all replies end with their first token, which no cache has a say in: give "
+            "prompts with longer replies"
+        )
+    # Its own bytes, as `generate` reserves slots for a reply.
+    full_nbytes = round(sum(x["full_bytes"] + x["other_bytes"] for x in full) / len(full))
+    by_cache: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        by_cache.setdefault(key_of(row)[:2], []).append(row)
+    caches = [
+        _over_prompts(by_cache[variant.label, json.dumps(size)], variant, size, full_nbytes, empty)
+        for variant, size in pairs
+        if variant.label != FULL
+    ]
+    lengths, notes = [x["prompt_tokens"] for x in full], list[str]()
+    if untested := [x.name for x in caches if not x.tested]:
+        notes.append(
+            f"{', '.join(untested)}: too short to tell. What always stays of these prompts, such "
+            "as least= tokens a head, is more than the size says; give longer prompts"
+        )
+    if empty:
+        notes.append(f"{len(empty)} replies end with their first token and say nothing of a cache")
+    tokens = sum(x["next_tokens"] for x in full)
+    between = min(lengths), max(lengths)
+    return CheckReport(within, len(full), between, tokens, full_nbytes, tuple(caches), tuple(notes))
+
+
+def _over_prompts(
+    rows: Sequence[Row], variant: Variant, size: float | int, full_nbytes: int, empty: set[int]
+) -> CheckRow:
+    """Return the figures of a cache over all prompts; `empty` ones have no reply to compare."""
+    compared = [x for x in rows if x["index"] not in empty]
+    nats = {x["index"]: x["divergence_sum"] / x["next_tokens"] for x in compared}
+    tokens, lengths = (sum(x[name] for x in rows) for name in ("next_tokens", "prompt_tokens"))
+    worst = max(nats, key=lambda i: nats[i])
+    kept = sum(x["kept_fraction"] * x["prompt_tokens"] for x in rows) / lengths
+    nbytes = round(sum(x["held_bytes"] for x in rows) / len(rows))
+    share = nbytes / full_nbytes if isinstance(size, Memory) else kept
+    return CheckRow(
+        policy=variant.label,
+        budget=size,
+        divergence=sum(x["divergence_sum"] for x in rows) / tokens,
+        worst=nats[worst],
+        worst_prompt=worst + 1,
+        same=sum(x["next_sum"] for x in rows) / tokens,
+        kept=kept,
+        nbytes=nbytes,
+        call=variant.call(size),
+        tested=not isinstance(size, float) or share <= 1.1 * size + 0.01,
+    )

@@ -1,4 +1,4 @@
-"""The commands `mmkv eval`, `report`, `calibrate` and `plot`; `check` has its own file.
+"""The commands `mmkv eval`, `check`, `report`, `calibrate` and `plot`.
 
 Arguments are checked before a model is loaded: a wrong one is reported in one line, with exit
 code 2. Ctrl-C keeps every finished row and exits with code 130.
@@ -6,22 +6,23 @@ code 2. Ctrl-C keeps every finished row and exits with code 130.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from mmkv.budgets import DEFAULT
 from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption, checked, one_of
-from mmkv.terminal import check_place, console, say, show_errors
+from mmkv.terminal import Table, check_place, console, say, show_errors
 
 from . import arguments
-from . import check as check  # registers the command `mmkv check`
 from .arguments import budget_list, check_variants, commands, split, token_counter
 from .speed import cli as cli  # registers `mmkv bench` and `mmkv plan`
-from .store import METRICS, QUESTIONS, check_metrics
+from .store import METRICS, QUESTIONS, RunError, check_metrics
 
 if TYPE_CHECKING:
     from mmkv.chat import Loaded
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from .samples import Sample
 
 BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
-PLOTS = ("layers", "lorenz", "retention", "heads")
+CHECKED = "1/2,1/4,1/8,1/16,1/32"  # the shares of bytes of `mmkv check`
 
 
 @commands.command("eval", short_help="Measure the quality of policies on a suite.")
@@ -39,7 +40,7 @@ def eval_command(
         str,
         typer.Argument(
             help="description, mmvet, longbench, needle, ruler, continuation, documents, "
-            "cnn_dailymail or xsum."
+            "prompts, cnn_dailymail or xsum."
         ),
     ],
     model: ModelOption = "builtin",
@@ -135,8 +136,7 @@ def eval_command(
     try:
         run(loaded.model, loaded.processor, samples, out=folder, **settings)
     except KeyboardInterrupt:
-        say(f"stopped; finished rows are in {folder}, the same command goes on")
-        raise typer.Exit(130) from None
+        _stopped(folder)
     if processes.is_main_process:
         report = Report(folder)
         console().print(report.main_table(), "")
@@ -155,6 +155,76 @@ def _check_readable(loaded: Loaded, samples: Sequence[Sample]) -> None:
         )
 
 
+@commands.command("check", short_help="Find the smallest cache for your prompts.")
+@show_errors
+def check_command(
+    model: ModelOption = "builtin",
+    prompts: arguments.PromptsOption = None,
+    within: Annotated[float, typer.Option(help="Tolerated divergence, nats a token.")] = 0.05,
+    policies: Annotated[
+        str, typer.Option(help="As for eval.", callback=checked(check_variants))
+    ] = "condense",
+    budgets: arguments.BudgetsOption = None,
+    memory: arguments.MemoryOption = None,
+    option: arguments.PolicyOption = None,
+    plugin: PluginOption = None,
+    limit: arguments.LimitOption = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of a reply, at most.")] = 48,
+    out: arguments.RunOption = None,
+    device: DeviceOption = "auto",
+    dtype: DtypeOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
+) -> None:
+    """Find the cache of the fewest bytes whose predictions stay within a tolerance.
+
+    It is `mmkv eval prompts --metrics divergence,next` for some shares of bytes, and the full cache
+    in 8 and in 4 bits: divergence along the model's own replies, share of equal tokens, and bytes.
+    """
+    from .suites.registry import default_data, load_suite
+
+    if budgets is None:
+        memory = memory or CHECKED
+    sizes, folder = budget_list(budgets, "", memory), out or Path("runs/check")
+    check_place(folder)
+    data = default_data("prompts", model) if prompts is None else str(prompts)
+    samples = load_suite("prompts", data, limit=limit)
+    samples = [replace(sample, max_new_tokens=max_new_tokens) for sample in samples]
+
+    # These import torch.
+    from mmkv import chat
+
+    from . import check
+    from .prompts import encode_samples
+    from .runner import run
+    from .variants import parse_options
+
+    options = parse_options(option or [])
+    variants = check.variants_of(split(policies), sizes, within, max_new_tokens, options)
+    loaded = chat.load(model, device, dtype)
+    lengths = [x["input_ids"].shape[1] for x in encode_samples(loaded, samples)]
+    check.check_lengths(loaded.model, lengths, max_new_tokens)
+    settings: dict[str, Any] = {"policies": [x.label for x in variants], "budgets": sizes}
+    settings |= {"metrics": check.METRICS, "options": options, "batch_size": 1, "limit": limit}
+    settings |= {"model_name": model, "data": data, "exact": False}
+    try:
+        rows = run(loaded.model, loaded.processor, samples, out=folder, **settings)
+    except KeyboardInterrupt:
+        _stopped(folder)
+    pairs = [(variant, size) for variant in variants for size in variant.budgets(sizes)]
+    report = check.summed_up(rows, pairs, within)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+    else:
+        console().print(report)
+        typer.echo(f"mmkv report {folder}  for tables by bytes")
+
+
+def _stopped(folder: Path) -> NoReturn:
+    """Say how to go on, and exit with code 130."""
+    say(f"stopped; finished rows are in {folder}, the same command goes on")
+    raise typer.Exit(130) from None
+
+
 @commands.command("report", short_help="Summarise the results of mmkv eval.")
 @show_errors
 def report_command(
@@ -162,33 +232,35 @@ def report_command(
         list[Path],
         typer.Argument(help="A run's folder; or folders of several, yours or others', to compare."),
     ],
-    every: Annotated[
-        bool, typer.Option("--all", help="Print all tables of report.md, not only the papers'.")
-    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Where several runs' files go. [default: the first folder]")
     ] = None,
 ) -> None:
-    """Print a run's tables; write report.md, report.csv and curves.png into its folder.
+    """Print a run's tables, or several runs': quality against bytes, time to the first token and
+    speed.
 
-    Of several runs: quality against bytes, time to the first token and speed, in runs.md, runs.csv
-    and frontier.png.
+    Of one run, report.md and report.csv are written into its folder; of several, runs.md and
+    runs.csv; of either the picture frontier.png.
     """
     from . import draw
-    from .tabulate import Comparison, Report
+    from .compare import Comparison
+    from .tabulate import Report
 
-    if len(folders) == 1 and (folders[0] / "run.json").exists():
+    single, target = (folders[0] / "run.json").exists() and len(folders) == 1, out or folders[0]
+    check_place(target)
+    tables, paths = list[Table](), list[Path]()
+    if single:
         report = Report(folders[0])
-        tables, paths = report.tables(first=not every), report.write()
-        if not report.curves:
-            say("nothing to draw: no row has any figures")
-        elif len(report.every) > 1:
-            paths.append(draw.save(draw.curves(report), folders[0] / "curves.png"))
-    else:
-        target = out or folders[0]
-        check_place(target)
+        tables, paths = report.tables(), report.write()
+    try:
         runs = Comparison(folders)
-        tables, paths = runs.tables(), runs.write(target)
+    except RunError as error:
+        if not single:
+            raise
+        say(f"nothing to draw: {error}")
+    else:
+        tables += runs.tables()
+        paths += [] if single else runs.write(target)
         paths.append(draw.save(draw.frontier(runs.sections()), target / "frontier.png"))
     for table in tables:
         console().print(table, "")
@@ -209,7 +281,6 @@ def calibrate_command(
     ] = "condense",
     budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = str(DEFAULT),
     model: ModelOption = "builtin",
-    prompts: arguments.PromptsOption = None,
     suite: arguments.SuiteOption = None,
     data: arguments.DataOption = None,
     limit: arguments.LimitOption = 10,
@@ -221,46 +292,30 @@ def calibrate_command(
     dtype: DtypeOption = "auto",
     device_map: arguments.MapOption = None,
 ) -> None:
-    """Measure a policy's layer sizes, or what each head costs, on prompts of yours or a suite's.
+    """Measure a policy's layer sizes, or what each head costs, on prompts of a suite.
 
     Use it by `mmkv.wrap(model, profile=...)`, or in a run as the policy prefixkv:profile=PATH, in
     which {budget} stands for each budget.
     """
     from mmkv.budgets import parse
 
-    from .suites.registry import BUILTIN, default_data, load_suite
-
     fraction = parse(budget)
     if isinstance(fraction, int):
         raise ValueError(f"--budget {budget}: a profile keeps a fraction, such as 0.2 or 20%")
-    uses_suite = any(x is not None for x in (suite, data, length, image_folder))
-    suite = suite or "description"
-    data = data or default_data(suite, model)
-    if prompts is not None and uses_suite:
-        raise ValueError(f"--prompts {prompts} takes the place of a suite and its options")
     _check_file(out)
-    fields: Any = {"limit": limit, "image_folder": image_folder, "length": length}
-    fields |= {"count": token_counter(model)}
-    samples = load_suite(suite, data, **fields) if uses_suite else []
+    find = _samples_of(model, suite, data, limit=limit, image_folder=image_folder, length=length)
 
     # These import torch.
     from mmkv import chat
     from mmkv.calibration import calibrate
 
-    from .prompts import encode_prompts, encode_samples, read_prompts
+    from .prompts import encode_samples
     from .variants import parse_options, parse_variants
 
     options = parse_options(option or [])
-    user_prompts = None if prompts is None else read_prompts(prompts)
-    (variant,) = parse_variants([policy], options, builtin=user_prompts is None and data == BUILTIN)
+    (variant,) = parse_variants([policy], options)
     loaded = chat.load(model, device, dtype, device_map)
-    _check_readable(loaded, samples)
-    if uses_suite:
-        inputs = encode_samples(loaded, samples)
-    else:
-        inputs = encode_prompts(loaded, user_prompts, limit, drawn=loaded.reads_pictures)
-        if not loaded.reads_pictures:
-            (variant,) = parse_variants([policy], options)
+    inputs = encode_samples(loaded, find(loaded))
     profile = calibrate(loaded.model, inputs, variant.policy.name, fraction, **variant.options)
     profile.save(out)
     kept, what = profile.fractions, "kept by layer"
@@ -273,32 +328,42 @@ def calibrate_command(
     typer.echo(f"wrote {out}")
 
 
-@commands.command("plot", short_help="Plot layer sizes, head costs and importance.")
+def _samples_of(
+    model: str, suite: str | None, data: str | None, **fields: Any
+) -> Callable[[Loaded], list[Sample]]:
+    """Return a function from the loaded model to a suite's samples. A suite that is named, or whose
+    data is, is read at once; else it is "description" or, for a text model, "prompts"."""
+    from .suites.registry import default_data, load_suite
+
+    def read(name: str) -> list[Sample]:
+        count = token_counter(model)
+        return load_suite(name, data or default_data(name, model), count=count, **fields)
+
+    others = {name for name, x in fields.items() if x is not None} - {"first", "limit"}
+    named = suite or ("description" if data is not None or others else None)
+    samples = None if named is None else read(named)
+
+    def of(loaded: Loaded) -> list[Sample]:
+        found = samples
+        if found is None:
+            found = read("description" if loaded.reads_pictures else "prompts")
+        _check_readable(loaded, found)
+        return found
+
+    return of
+
+
+@commands.command("plot", short_help="Plot the tokens that policies keep in each layer.")
 @show_errors
 def plot_command(
-    kind: Annotated[
-        str,
-        typer.Argument(
-            help="layers: kept tokens; lorenz: importance held by the top tokens; retention: "
-            "importance retained; heads: what heads cost, and their sizes, by a profile.",
-            callback=one_of("plot", PLOTS),
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="The figure (.png, .jpg, .svg, ...). [default: KIND.png]")
-    ] = None,
+    out: Annotated[Path, typer.Option(help="The figure (.png, .jpg, .svg, ...).")] = Path(
+        "layers.png"
+    ),
     policies: Annotated[
-        str,
-        typer.Option(
-            help="As for eval; lorenz draws the score of the first.",
-            callback=checked(check_variants),
-        ),
+        str, typer.Option(help="As for eval.", callback=checked(check_variants))
     ] = "prefixkv,xkv,squeeze,pyramidkv,snapkv",
     budget: arguments.BudgetsOption = None,
     memory: arguments.MemoryOption = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="For heads. [default: what the model comes with]")
-    ] = None,
     model: ModelOption = "builtin",
     suite: arguments.SuiteOption = None,
     data: arguments.DataOption = None,
@@ -310,51 +375,35 @@ def plot_command(
     dtype: DtypeOption = "auto",
     device_map: arguments.MapOption = None,
 ) -> None:
-    """Draw what policies keep of one prompt."""
+    """Draw how many tokens policies keep of one prompt, layer by layer."""
     from mmkv.picture import check_format
 
     from . import draw
-    from .suites.registry import BUILTIN, default_data, load_suite
 
     size, *more_budgets = budget_list(budget, str(DEFAULT), memory)
     if more_budgets:
         raise ValueError(f"--budget {budget or memory}: a plot has one budget")
-    path = out or Path(f"{kind}.png")
-    _check_file(path)
-    check_format(path)
-    if kind == "heads":
-        typer.echo(f"wrote {draw.save(draw.heads(profile, model), path)}")
-        return
-    uses_suite = any(x is not None for x in (suite, data, image_folder))
-    suite = suite or "description"
-    data = data or default_data(suite, model)
-    fields: Any = {"first": sample, "limit": sample + 1, "image_folder": image_folder}
-    samples = load_suite(suite, data, count=token_counter(model), **fields)
-    if not samples:
-        raise ValueError(f"--sample {sample}: the suite has fewer")
+    _check_file(out)
+    check_format(out)
+    find = _samples_of(
+        model, suite, data, first=sample, limit=sample + 1, image_folder=image_folder
+    )
 
     # These import torch.
     from mmkv import chat
 
-    from .prompts import encode_prompts, encode_samples
+    from .prompts import encode_samples
     from .variants import parse_options, parse_variants
 
-    options = parse_options(option or [])
-    variants = parse_variants(split(policies), options, builtin=data == BUILTIN)
+    variants = parse_variants(split(policies), parse_options(option or []))
     loaded = chat.load(model, device, dtype, device_map)
-    title = f"{Path(model).name}, {suite} {samples[0].id}"
-    if not uses_suite and not loaded.reads_pictures:
-        documents = encode_prompts(loaded, None, None)
-        if sample >= len(documents):
-            raise ValueError(f"--sample {sample}: there are {len(documents)} documents")
-        inputs = documents[sample]
-        variants = parse_variants(split(policies), options)
-        title = f"{Path(model).name}, document {sample}"
-    else:
-        _check_readable(loaded, samples)
-        (inputs,) = encode_samples(loaded, samples)
-    figure = draw.plot_prompt(loaded.model, inputs, kind, variants, size, title)
-    typer.echo(f"wrote {draw.save(figure, path)}")
+    samples = find(loaded)
+    if not samples:
+        raise ValueError(f"--sample {sample}: the suite has fewer")
+    (inputs,) = encode_samples(loaded, samples)
+    title = f"{Path(model).name}, {samples[0].suite} {samples[0].id}"
+    figure = draw.layers(loaded.model, inputs, variants, size, title)
+    typer.echo(f"wrote {draw.save(figure, out)}")
 
 
 def _check_file(out: Path) -> None:

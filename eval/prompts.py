@@ -1,31 +1,16 @@
-"""Encoding of samples, and of a user's own prompts, as a model's inputs."""
+"""Encoding of samples as a model's inputs."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmkv.chat import Loaded, adds_special, encode_messages, on_device, split_inputs
+from mmkv.chat import Loaded, adds_special, on_device, split_inputs
 from mmkv.context_texts import left_padded
 
-from .samples import DataError, Sample, read_image
-from .suites import files
-
-Prompt = list[dict[str, Any]]
-_SUMMARIZE = "Summarize the text above in three sentences."
-# Topics of the documentation that Python includes (PSF licence), and a request about each.
-_SHIPPED = {
-    "objects": _SUMMARIZE,
-    "with": 'When is the "__exit__()" method called? Answer in two sentences.',
-    "import": _SUMMARIZE,
-    "naming": "Which exception is raised when a name is not found? Answer in one sentence.",
-    "types": "Name the types that the text above describes.",
-    "debugger": "How do you break into the debugger at a certain line? Answer in one sentence.",
-}
-_MOST_LETTERS = 3600  # of a shipped document
+from .samples import Sample, read_image
 
 
 class Encoder:
@@ -68,6 +53,8 @@ class Encoder:
         """Return the prompt as text up to where the reply starts, or with `answer` as the reply."""
         template = getattr(self.processor, "chat_template", None)
         if not (sample.chat and template):
+            if sample.turns:
+                raise ValueError("the model has no chat template: give it single texts")
             mark = getattr(self.processor, "image_token", "<image>") + "\n"
             text = mark * len(sample.images) + prompt
             if answer is None:
@@ -79,12 +66,18 @@ class Encoder:
                 return text
             return [{"type": "image"}] * images + [{"type": "text", "text": text}]
 
-        messages = [{"role": "user", "content": content(prompt, len(sample.images))}]
+        messages = [{"role": role, "content": content(text)} for role, text in sample.turns]
+        messages.append({"role": "user", "content": content(prompt, len(sample.images))})
         if answer is not None:
             messages.append({"role": "assistant", "content": content(answer)})
-        return self.processor.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=answer is None
-        )
+        from jinja2 import TemplateError
+
+        try:
+            return self.processor.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=answer is None
+            )
+        except TemplateError as error:
+            raise ValueError(f"prompt {sample.id}: {error}") from None
 
     def answer(self, sample: Sample) -> list[int]:
         """Return token ids of the first reference answer as they follow the prompt.
@@ -155,79 +148,7 @@ def longest(model: Any) -> int | None:
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """Return the prompts of a file, as conversations. Raises DataError.
-
-    Each line of a `.txt` file is one, or each part between lines of three dashes. Each line of a
-    `.jsonl` file is {"prompt": text} or {"messages": [{"role": ..., "content": text}, ...]}.
-    """
-    if path.suffix == ".jsonl":
-        return [_conversation(entry) for entry in files.read_lines(path)]
-    if path.suffix != ".txt":
-        raise DataError(f"{path}: expected a .txt file, a prompt a line, or .jsonl")
-    text = files.read_text(path)
-    blocks = re.split(r"(?m)^[ \t]*---[ \t]*$", text)
-    if len(blocks) == 1:
-        blocks = text.splitlines()
-    prompts = [_user_turn(block.strip()) for block in blocks if block.strip()]
-    if not prompts:
-        raise DataError(f"{path}: has no prompts: write one a line")
-    return prompts
-
-
-def shipped_prompts() -> list[Prompt]:
-    """Return requests about the documentation that Python includes. Raises DataError."""
-    topics, prompts = files.documentation(), list[Prompt]()
-    for name, question in _SHIPPED.items():
-        text = topics[name].strip()
-        if len(text) > _MOST_LETTERS:  # cut between two paragraphs
-            text = text[:_MOST_LETTERS].rpartition("\n\n")[0]
-        prompts.append(_user_turn(f"{text}\n\n{question}"))
-    return prompts
-
-
-def encode_prompts(
-    loaded: Loaded, prompts: Sequence[Prompt] | None, limit: int | None, *, drawn: bool = False
-) -> list[dict[str, Any]]:
-    """Return the model's inputs of each prompt, by its chat template; without `prompts` of shipped
-    ones, or with `drawn` of drawn pictures. Raises ValueError if the template refuses one."""
-    from jinja2 import TemplateError
-
-    from .suites.registry import load_suite
-
-    if prompts is None and drawn:
-        return encode_samples(loaded, load_suite("description", limit=limit or len(_SHIPPED)))
-    encoded = list[dict[str, Any]]()
-    for i, prompt in enumerate((prompts or shipped_prompts())[:limit], start=1):
-        if loaded.places_pictures:
-            prompt = [x | {"content": [{"type": "text", "text": x["content"]}]} for x in prompt]
-        try:
-            encoded.append(encode_messages(loaded, prompt))
-        except (ValueError, TemplateError) as error:
-            raise ValueError(f"prompt {i}: {error}") from None
-    return encoded
-
-
 def encode_samples(loaded: Loaded, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return the model's inputs of each sample."""
     encoder = Encoder(loaded.processor, longest(loaded.model))
     return [on_device(loaded.model, encoder.batch([sample])) for sample in samples]
-
-
-def _user_turn(text: str) -> Prompt:
-    return [{"role": "user", "content": text}]
-
-
-def _conversation(entry: files.Entry) -> Prompt:
-    """Return a line's messages, which may have only text."""
-    if "messages" not in entry.fields:
-        return _user_turn(entry.text("prompt"))
-    messages = entry.fields["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise entry.error("messages", "expected a list of messages")
-    for message in messages:
-        turn = message if isinstance(message, dict) else {}
-        if not all(isinstance(turn.get(name), str) for name in ("role", "content")):
-            problem = 'expected {"role": a text, "content": a text} each; leave pictures out'
-            raise entry.error("messages", problem)
-    return messages

@@ -61,6 +61,7 @@ def run(
     max_length: int | None = None,
     seed: int = 0,
     replay: bool = False,
+    exact: bool = True,
 ) -> list[Row]:
     """Measure policies at budgets, or go on with a run that was stopped.
 
@@ -79,6 +80,7 @@ def run(
         max_length: tokens to which long prompts may be cut; by default the model's length.
         seed: of torch, for policies that use random numbers.
         replay: see `mmkv.eval.replay`; rows then have no times, and batches are small.
+        exact: whether budgets are measured exactly (least=0), or as `mmkv.wrap` would keep them.
 
     Returns:
         All rows, in order of policy, budget and sample; with several processes, the first
@@ -88,7 +90,9 @@ def run(
         ValueError: bad arguments, a policy that this model cannot have, or a folder with a run of
             other settings.
     """
-    variants = check_arguments(policies, budgets, metrics, options, builtin=data == "builtin")
+    variants = check_arguments(
+        policies, budgets, metrics, options, builtin=data == "builtin", exact=exact
+    )
     budgets = [number(budget) for budget in budgets]
     if not samples:
         raise ValueError("no samples")
@@ -102,7 +106,7 @@ def run(
     processes = find_processes()
     max_length = longest(model) if max_length is None else max_length
     variants_at = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
-    _try_all(model, variants_at)
+    try_all(model, variants_at)
     profiles = [path for v, budget in variants_at if (path := v.profile_at(budget)) is not None]
     settings = {
         "model": model_name or model.config.name_or_path or type(model).__name__,
@@ -189,12 +193,13 @@ def check_arguments(
     options: Mapping[str, Any] | None = None,
     *,
     builtin: bool = False,
+    exact: bool = True,
 ) -> list[Variant]:
     """Return the policies, the full cache first. Raises ValueError for bad arguments."""
     check_metrics(metrics)
     if not budgets or not policies:
         raise ValueError("no budgets" if policies else "no policies")
-    variants = parse_variants(policies, options, builtin=builtin)
+    variants = parse_variants(policies, options, builtin=builtin, exact=exact)
     full = [v for v in variants if v.label == FULL]
     if not full and {"rouge", *COMPARED} & {*metrics}:
         full = parse_variants([FULL])
@@ -207,14 +212,14 @@ def fitting(model: Any, budgets: Sequence[float | int]) -> list[str]:
     for name in registry.list_policies():
         try:
             (variant,) = parse_variants([name])
-            _try_all(model, [(variant, budget) for budget in variant.budgets(budgets)])
+            try_all(model, [(variant, budget) for budget in variant.budgets(budgets)])
             names.append(name)
         except ValueError as error:
             say(str(error))
     return names
 
 
-def _try_all(model: Any, variants_at: Iterable[tuple[Variant, float | int]]) -> None:
+def try_all(model: Any, variants_at: Iterable[tuple[Variant, float | int]]) -> None:
     """Wrap the model once for each policy and budget, so that a bad one fails at the start."""
     for variant, budget in variants_at:
         try:

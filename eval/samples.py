@@ -63,6 +63,7 @@ class Sample:
     id: str = ""
     suite: str = ""  # its name, which `load_suite` sets
     task: str = ""  # the LongBench dataset or kind of task, else the suite's name
+    turns: tuple[tuple[str, str], ...] = ()  # roles and texts of earlier messages
     prompt: str  # without placeholders for images
     # The end of `prompt` that is left out if questions are hidden; "": all of it, after pictures.
     question: str = ""
@@ -87,6 +88,8 @@ class Sample:
     def facts(self) -> dict[str, Any]:
         """All fields, as plain data that tells samples apart, with hashes of the pictures."""
         data = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not self.turns:  # runs of suites without them go on
+            del data["turns"]
         return data | {"images": list(map(_picture_digest, self.images))}
 
     @property

@@ -74,12 +74,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return data
 
 
-def of_check(run: dict[str, Any]) -> bool:
-    """Return whether a folder's `run.json` is that of `mmkv check`, which measures no suite."""
-    settings = run["settings"]
-    return isinstance(settings, dict) and "suite" not in settings and "prompts_digest" in settings
-
-
 def read_run(folder: Path, figures: Iterable[str]) -> tuple[dict[str, Any], list[Row]]:
     """Return a run's settings and environments, and its rows, whose `figures` are numbers or null.
     Raises RunError if a field is missing or of another type: the files may be someone else's."""
@@ -105,8 +99,6 @@ def read_run(folder: Path, figures: Iterable[str]) -> tuple[dict[str, Any], list
     }
     of_run, of_row = schema(settings=settings, made_by=list[made]), schema(**facts)
     run, rows = read_settings(folder), Store(folder).rows()
-    if of_check(run):
-        raise RunError(f"{folder}: figures of mmkv check, which its report.json sums up")
     parts = [("run.json", of_run, run)]
     parts += [(f"row {i}", of_row, row) for i, row in enumerate(rows, start=1)]
     for part, expected, data in parts:

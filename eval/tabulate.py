@@ -1,12 +1,10 @@
-"""Tables of a run's rows in the papers' layout: policies by budgets, cells "ppl / ROUGE"; and of
-several runs: quality against bytes, time to the first token and tokens per second."""
+"""Tables of one run's rows in the papers' layout: policies by budgets, cells "ppl / ROUGE"."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from mmkv.memory import Memory
 from mmkv.terminal import Table
 
 from . import store
-from .store import FULL, HIDDEN, METRICS, QUESTION, Row, RunError, percent
+from .store import FULL, METRICS, Row, RunError, percent
 
 COSTS = ("held_bytes", "first_token_s", "tokens_per_s")  # that quality is compared with
 LOWER_IS_BETTER = ("ppl", "divergence", "worst", *COSTS[:2])
@@ -30,7 +28,6 @@ _SHOWN: dict[str, tuple[str, float, int]] = {
     "rouge": ("ROUGE-L", 1, 2),
     "score": ("score", 100, 1),
     "same": ("share of replies identical to the full cache's", 100, 1),
-    "retained": ("retained importance", 1, 3),
     "kept_fraction": ("share of pairs kept after the prefill", 1, 3),
     "cache_bytes": ("KiB of kept pairs a sample", 1 / 1024, 0),
     "held_bytes": ("KiB held after the prompt, a sample", 1 / 1024, 0),
@@ -44,39 +41,12 @@ LABELS = {name: label for name, (label, *_) in _SHOWN.items()}
 pd: Any = pandas
 NONE, AVERAGE = "–", "average"
 _MEANS = (
-    *("rouge", "rouge_reference", "same", "kept_fraction", "retained", "cache_bytes"),
+    *("rouge", "rouge_reference", "same", "kept_fraction", "cache_bytes"),
     *("full_bytes", "held_bytes", "first_token_s", "tokens_per_s"),
 )
 _SUMS = ("nll", "answer_tokens", "divergence_sum", "next_sum", "next_tokens")
 FIGURES = ("n", "errors", "ppl", "divergence", "worst", "next", *_MEANS[:3], "score", *_MEANS[3:])
 _NUMBERS = [*_MEANS, *_SUMS, "score"]
-
-
-@dataclass(frozen=True)
-class PaperTable:
-    """A paper's figures of one model and suite, shown below those of such a run."""
-
-    source: str  # paper and table
-    suite: str
-    model: str  # as the paper calls it
-    models: list[str]  # parts of this model's name or path, in lower case
-    columns: list[str]  # metrics ("ppl", "rouge"), or LongBench tasks and "average", in percent
-    rows: list[list[Any]]  # policy's name here, its name in the paper, budget, a figure a column
-
-    def of(self, policy: str) -> dict[str, dict[str, dict[str, float]]]:
-        """Return figures of a policy by its name in the paper, the budget's `repr`, and column."""
-        figures: dict[str, dict[str, dict[str, float]]] = {}
-        for label, name, budget, *numbers in self.rows:
-            if label == policy:
-                by_column = dict(zip(self.columns, numbers, strict=True))
-                figures.setdefault(name, {})[repr(budget)] = by_column
-        return figures
-
-
-def paper_tables() -> list[PaperTable]:
-    """Return all tables of papers."""
-    text = Path(__file__).with_name("papers.json").read_text(encoding="utf-8")
-    return [PaperTable(**table) for table in json.loads(text)["tables"]]
 
 
 def summarise(rows: Any, by: list[str]) -> Any:
@@ -124,9 +94,6 @@ class Report:
             rows = {store.key_of(row): row for row in folder_rows} | rows
         if not rows:
             raise RunError(f"{self.folder}: no finished row yet")
-        name, suite = self.settings["model"].lower().replace("_", "-"), self.settings["suite"]
-        tables = [] if self.settings["data"] == "builtin" else paper_tables()
-        self.papers = [t for t in tables if t.suite == suite and any(m in name for m in t.models)]
         self.policies = [p for p in self.settings["policies"] if p != FULL] or [FULL]
         self.every = list(dict.fromkeys([FULL, *self.policies]))
         all_keep_all = all(map(_keeps_all, self.policies))
@@ -151,12 +118,6 @@ class Report:
         """Return a row's budget, or share of bytes if the run's are."""
         return Memory(budget) if self.settings.get("memory") else budget
 
-    @property
-    def curves(self) -> list[str]:
-        """The names of the figures that are drawn against the budget."""
-        known = self.summaries[""]["retained"].notna().any()
-        return [*self.shown, *(["retained"] if known else [])]
-
     def figures(self, policy: str, budget: float | int, what: str = "", name: str = "") -> Any:
         """Return a cell's `FIGURES`, of all samples or a "task" or "tag"; NaN without rows."""
         key = (policy, repr(1.0 if _keeps_all(policy) else budget), *([name] if what else []))
@@ -174,23 +135,22 @@ class Report:
         compared = summary[summary.index.get_level_values(0).isin(self.policies)]
         return bool((compared["errors"] < compared["n"]).any())
 
-    def tables(self, *, first: bool = False) -> list[Table]:
-        """Return all tables; with `first` those of papers: the main one, by task, by capability."""
-        tables = [self.main_table(), *([] if first else self.side_tables())]
+    def tables(self) -> list[Table]:
+        """Return the main table, and for several tasks or tags a table of them at each budget."""
+        tables = [self.main_table()]
         if len(self.tasks) > 1:
             tables += self.group_tables("task", self.tasks)
-        has_named_tags = any("=" not in t for t in self.tags) or not first
-        if len(self.tags) > 1 and self.tags != self.tasks and has_named_tags:
+        if len(self.tags) > 1 and self.tags != self.tasks:
             tables += self.group_tables("tag", self.tags)
         return tables
 
     def main_table(self) -> Table:
-        """Return the table of policies by budgets, with papers' rows below ours."""
+        """Return the table of policies by budgets."""
         best = [(b, self._best(b)) for b in self.budgets]
-        rows: list[tuple[str, list[str]]] = []
-        for policy in self.policies:
-            cells = [_cell(self.figures(policy, b), self.shown, top) for b, top in best]
-            rows += [(policy, cells), *self._paper_rows(policy, [(b, "") for b in self.budgets])]
+        rows = [
+            (policy, [_cell(self.figures(policy, b), self.shown, top) for b, top in best])
+            for policy in self.policies
+        ]
         title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
         if self.shown:
             title += ": " + " / ".join(LABELS[m] for m in self.shown)
@@ -202,37 +162,6 @@ class Report:
         low, high = figures.min(), figures.max()
         best = {m: low if m in LOWER_IS_BETTER else high for m in self.shown}
         return {m: shown_figure(m, values[m]) for m, values in best.items()}
-
-    def _paper_rows(
-        self, policy: str, wanted: Sequence[tuple[float | int, str]]
-    ) -> Iterator[tuple[str, list[str]]]:
-        """Yield papers' rows of a policy at pairs of a budget and a task ("": all tasks)."""
-        for table in self.papers:
-            for name, figures in table.of(policy).items():
-                cells = [self._paper_cell(figures.get(repr(b), {}), task) for b, task in wanted]
-                if set(cells) != {NONE}:
-                    yield f"paper: {name}", cells
-
-    def _paper_cell(self, figures: dict[str, float], task: str) -> str:
-        figures = figures | {"score": figures.get(task or AVERAGE, np.nan) / 100}
-        texts = [shown_figure(m, figures.get(m)) for m in (["score"] if task else self.shown)]
-        return " / ".join(texts) if set(texts) != {NONE} else NONE
-
-    def side_tables(self) -> list[Table]:
-        """Return a table for each figure that is not a metric of quality."""
-        tables, columns = list[Table](), list(map(percent, self.budgets))
-        for metric in [m for m in FIGURES if m in LABELS and m not in METRICS]:
-            series = {p: [self.figures(p, b)[metric] for b in self.budgets] for p in self.policies}
-            if np.isnan([*series.values()]).all():
-                continue
-            rows = [(p, [shown_figure(metric, x) for x in values]) for p, values in series.items()]
-            full_figure = shown_figure(metric, self.figures(FULL, 1.0)[metric])
-            notes = [f"Full cache: {full_figure}."] if full_figure != NONE else []
-            if metric == "retained":
-                advice = "compare policies of one score, such as xkv with xkv:layers=uniform"
-                notes.append(f"A share of what the policy's own score finds: {advice}.")
-            tables.append(Table("kept", columns, rows, LABELS[metric], notes))
-        return tables
 
     def group_tables(self, what: str, names: Sequence[str]) -> list[Table]:
         """Return a table for each budget: policies by tasks, or by tags such as capabilities."""
@@ -250,9 +179,6 @@ class Report:
                 if averaged:
                     cells.append(" / ".join(shown_figure(m, group[m].mean()) for m in shown))
                 rows.append((policy, cells))
-                if what == "task":
-                    kept = 1.0 if policy == FULL else budget
-                    rows += self._paper_rows(policy, [(kept, n) for n in (*names, AVERAGE)])
             title = f"{' / '.join(LABELS[m] for m in shown)} by {what}, kept: {percent(budget)}"
             columns = [*names, AVERAGE] if averaged else [*names]
             tables.append(Table(what, columns, rows, title))
@@ -280,7 +206,6 @@ class Report:
         if options:
             notes.append(f"Options: {'; '.join(options)}.")
         notes += [f"Not comparable with published figures: {note}." for note in s.get("notes", [])]
-        notes += [f"Rows 'paper:' are from {t.source} ({t.model})." for t in self.papers]
         for m in self.made_by:
             commit = f", commit {m['commit']}" if m.get("commit") else ""
             notes.append(
@@ -343,90 +268,3 @@ def _cell(figures: Any, shown: Sequence[str], best: dict[str, str] | None = None
         pairs = zip(shown, texts, strict=True)
         texts = [f"**{x}**" if x == best[m] != NONE else x for m, x in pairs]
     return " / ".join(texts) + ("†" if figures["errors"] else "")
-
-
-class Comparison:
-    """All runs below some folders: quality against bytes, time and speed. Raises RunError if a run
-    is damaged, or if no policy other than the full cache was measured."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        runs: dict[str, list[Path]] = {}
-        for folder in folders:
-            paths = [path.parent for path in sorted(folder.rglob("run.json"))]
-            found = [(path, store.read_settings(path)) for path in paths]
-            if not (found := [(path, run) for path, run in found if not store.of_check(run)]):
-                raise RunError(f"{folder}: no run here")
-            for path, run in found:
-                runs.setdefault(store.digest(run["settings"]), []).append(path)
-        # Folders with the same settings hold parts of one run: their rows are merged.
-        self.reports = [Report(*paths) for paths in runs.values()]
-        parts = [_points(report, hidden) for report in self.reports for hidden in (False, True)]
-        self.points = pd.concat(parts, ignore_index=True)
-        if self.points.empty:
-            raise RunError(f"{folders[0]}: no policy but the full cache was measured")
-        if not self.sections():
-            raise RunError(f"{folders[0]}: no metric was measured in every run of a suite")
-
-    def sections(self) -> list[tuple[str, list[str], Any]]:
-        """Return title, metrics and points of each section; all of its runs have these metrics."""
-        sections: list[tuple[str, list[str], Any]] = []
-        for key, points in self.points.groupby(["model", "suite", "data", "question"], sort=False):
-            model, suite, data, question = map(str, key)
-            counts = points.groupby("run")[[*METRICS]].count().min()
-            if metrics := [m for m in METRICS if counts[m]]:
-                title = f"{suite} ({data}), question {question}: {model}"
-                sections.append((title, metrics, points))
-        return sections
-
-    def tables(self) -> list[Table]:
-        """Return a table a section; points on the front of quality against bytes are bold."""
-        tables: list[Table] = []
-        for title, metrics, points in self.sections():
-            front_rows = front(points, "held_bytes", metrics[-1]).index
-            also = ["worst"] if points["worst"].notna().any() else []
-            names, rows = [*metrics, *also, "share", *COSTS], list[tuple[str, list[str]]]()
-            for i, point in points.iterrows():
-                label = f"**{point['label']}**" if i in front_rows else str(point["label"])
-                cells = [shown_figure(name, point[name]) for name in names]
-                rows.append((label, [*cells, str(point["n"] - point["errors"]), point["run"]]))
-            columns = [*(LABELS[name] for name in names), "prompts", "run"]
-            tables.append(Table("policy, kept", columns, rows, title))
-        return tables
-
-    def write(self, folder: Path) -> list[Path]:
-        """Write runs.md and runs.csv into a folder; return their paths."""
-        folder.mkdir(parents=True, exist_ok=True)
-        text, data = folder / "runs.md", folder / "runs.csv"
-        parts = [table.markdown for table in self.tables()]
-        for report in self.reports:
-            title = f"## {report.settings['suite']}, {report.settings['model']}\n"
-            parts.append("\n".join([title, *(f"- {note}" for note in report.notes()), ""]))
-        text.write_text("\n".join(parts), encoding="utf-8")
-        self.points.to_csv(data, index=False)
-        return [text, data]
-
-
-def _points(report: Report, hidden: bool) -> Any:
-    """Return a run's points with the question visible, or hidden; the full cache is in both."""
-    points, suffix = report.summaries[""].reset_index(), f":{QUESTION}={HIDDEN}"
-    matches = (points["policy"] == FULL) | (points["policy"].str.endswith(suffix) == hidden)
-    points = points[matches & (points["errors"] < points["n"])]
-    full = points["policy"] == FULL
-    if full.all():
-        return points.head(0)
-    whole = points.loc[full, "held_bytes"].max()
-    points = points.assign(share=points["held_bytes"] / whole)
-    policy = points["policy"].str.removesuffix(suffix)
-    kept = list(map(report.percent, points["kept"]))
-    label = policy.where(policy == FULL, policy + " " + kept)
-    facts = {name: report.settings[name] for name in ("model", "suite", "data")}
-    facts |= {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}
-    return points.assign(**facts, policy=policy, kept=kept, label=label)
-
-
-def front(points: Any, cost: str, metric: str) -> Any:
-    """Return, by rising cost, the points that no cheaper or equally cheap one beats in a metric."""
-    finite = points[np.isfinite(points[[cost, metric]]).all(axis=1)]
-    price, loss = (finite[x] * (1 if x in LOWER_IS_BETTER else -1) for x in (cost, metric))
-    order = finite.assign(price=price, loss=loss).sort_values(["price", "loss"], kind="stable")
-    return finite.loc[order.index[order["loss"] < order["loss"].cummin().shift(fill_value=np.inf)]]

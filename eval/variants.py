@@ -11,6 +11,7 @@ from typing import Any
 
 from mmkv.budgets import note, number
 from mmkv.cache import codes
+from mmkv.memory import Memory
 from mmkv.policy import Policy
 from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
 from mmkv.wrapping import comparing, wrapped
@@ -52,6 +53,13 @@ class Variant:
         """Return the profile's path at a budget; None without a profile."""
         return self.profile and self.profile.replace("{budget}", f"{budget:g}")
 
+    def call(self, budget: float | int) -> str:
+        """Return the Python call that wraps a model with this policy at a budget."""
+        size = f'memory="{budget}"' if isinstance(budget, Memory) else repr(budget)
+        options = {**self.options, PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
+        given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
+        return f"mmkv.wrap({', '.join(['model', repr(self.policy.name), size, *given])})"
+
     @property
     def recorded(self) -> dict[str, Any]:
         """The options as rows record them."""
@@ -61,15 +69,20 @@ class Variant:
 
 
 def parse_variants(
-    policies: Sequence[str], options: Mapping[str, Any] | None = None, *, builtin: bool = False
+    policies: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    builtin: bool = False,
+    exact: bool = True,
 ) -> list[Variant]:
-    """Return variants of policies by name, each with its options, and least=0 by default.
+    """Return variants of policies by name, each with its options.
 
     Args:
         policies: "name" or "name:option=value:option=value"; besides the policy's options,
             "profile", "kv_dtype", "evict_chunks" with the tokens of a chunk, and "question=hidden".
         options: passed to every policy that has them; one that no policy has is refused.
         builtin: whether the data is built in: windows are then 8 tokens by default.
+        exact: whether `least` is 0 by default, in place of the policy's own.
 
     Raises:
         ValueError: a policy or option is wrong; the message names it.
@@ -77,7 +90,7 @@ def parse_variants(
     options, used = dict(options or {}), set[str]()
     variants: dict[str, Variant] = {}
     for text in policies:
-        variant, known = _parse(text, options, builtin)
+        variant, known = _parse(text, options, builtin, exact)
         used |= known
         if variant.label in variants:
             raise ValueError(f"policy {variant.label!r} is named twice")
@@ -88,7 +101,9 @@ def parse_variants(
     return list(variants.values())
 
 
-def _parse(text: str, options: Mapping[str, Any], builtin: bool) -> tuple[Variant, set[str]]:
+def _parse(
+    text: str, options: Mapping[str, Any], builtin: bool, exact: bool
+) -> tuple[Variant, set[str]]:
     """Return one variant, and the names of its policy's options."""
     name, *parts = text.strip().split(":")
     name = policy_class(name).name
@@ -106,7 +121,7 @@ def _parse(text: str, options: Mapping[str, Any], builtin: bool) -> tuple[Varian
     shared = {k: v for k, v in options.items() if k in known}
     if builtin and "window" in known and alone.window_size:
         shared = {"window": BUILTIN_WINDOW} | shared
-    policy_options = exact_share(name) | shared | own_options
+    policy_options = (exact_share(name) if exact else {}) | shared | own_options
     policy = get_policy(name, **policy_options)
     if policy.layers.learns:
         raise ValueError(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmkv.cache.sampling import task
     from mmkv.calibration import calibrate
     from mmkv.contexts import Context, load_context, read
-    from mmkv.divergence import CheckReport, check
+    from mmkv.eval.check import CheckReport, check
     from mmkv.loading.checkpoints import load
     from mmkv.policy import Policy
     from mmkv.profiles import Profile
@@ -35,7 +35,7 @@ _NAMES = {
     "mmkv.cache.sampling": ("task",),
     "mmkv.calibration": ("calibrate",),
     "mmkv.contexts": ("Context", "load_context", "read"),
-    "mmkv.divergence": ("CheckReport", "check"),
+    "mmkv.eval.check": ("CheckReport", "check"),
     "mmkv.loading.checkpoints": ("load",),
     "mmkv.policy": ("Policy",),
     "mmkv.profiles": ("Profile",),

@@ -12,6 +12,7 @@ from mmkv.loading.names import SMOLLM2_VISION
 from mmkv.names import unknown
 
 from . import continuation, description, documents, longbench, mmvet, needle, ruler, summaries
+from . import prompts as prompts_suite
 from .files import DRAWINGS, NOVELS, STDLIB, stands_for
 
 BUILTIN = "builtin"
@@ -24,6 +25,7 @@ SUITES: dict[str, Suite] = {
     "ruler": ruler.SUITE,
     "continuation": continuation.SUITE,
     "documents": documents.SUITE,
+    "prompts": prompts_suite.SUITE,
     "cnn_dailymail": summaries.CNN_DAILYMAIL,
     "xsum": summaries.XSUM,
 }
@@ -37,8 +39,8 @@ def default_data(name: str, model: str) -> str:
     suite = SUITES.get(name)
     if suite and DRAWINGS in suite.words and model == SMOLLM2_VISION:
         return DRAWINGS
-    if suite and suite.words == (NOVELS,):
-        return NOVELS
+    if suite and suite.words in ((NOVELS,), (prompts_suite.DOCUMENTATION,)):
+        return suite.words[0]
     stdlib = suite and STDLIB in suite.words and (suite.builtin is None or model != BUILTIN)
     return STDLIB if stdlib else BUILTIN
 

@@ -1,8 +1,6 @@
-"""`mmkv check` and `mmkv.check`: what is measured, what is kept on disk, and what is refused."""
+"""`mmkv check` and `mmkv.check`: what is measured, what is recommended, and what is refused."""
 
-import dataclasses
 import json
-import math
 import re
 from typing import Any
 
@@ -12,12 +10,16 @@ from test_eval_report import call
 
 import mmkv
 from helpers.evaluation import WORDS, divergence_of, make_tokenizer, predicted, save_model
-from helpers.models import make_inputs, make_model, row_of
+from helpers.models import make_inputs, make_model
 from helpers.oracle import short
-from mmkv import calibration, chat, divergence, forcing
-from mmkv.divergence import CheckReport, CheckRow
-from mmkv.eval import prompts
+from mmkv import calibration, chat
+from mmkv.eval import measure
+from mmkv.eval.check import CheckReport, CheckRow
+from mmkv.eval.cli import CHECKED
+from mmkv.eval.prompts import encode_samples
 from mmkv.eval.store import read_rows
+from mmkv.eval.suites.registry import load_suite
+from mmkv.memory import Memory
 
 NEW = 10
 
@@ -28,22 +30,22 @@ def prompt():
 
 
 def checked(model, inputs, policy="snapkv", budgets=(0.3,), **more) -> CheckReport:
-    how = {"max_new_tokens": NEW, **short(policy), **more}
-    return mmkv.check(model, inputs, policy, budgets, **how)
+    name = policy.split(":")[0]
+    return mmkv.check(
+        model, inputs, policy, budgets, **{"max_new_tokens": NEW} | short(name) | more
+    )
 
 
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [("snapkv", {}), ("condense", {}), ("h2o", {}), ("snapkv", {"kv_dtype": "int8"})],
-    ids=str,
-)
-def test_it_equals_the_loop_and_the_cache_s_own_bytes(model, prompt, policy, options):
+@pytest.mark.parametrize("policy", ["snapkv", "condense", "h2o", "snapkv:kv_dtype=int8"])
+def test_figures_equal_a_loop_over_tokens(model, prompt, policy):
     """With caches that only grow, and with one that drops a token a step."""
-    report = checked(model, [prompt], policy, **options)
+    name, _, dtype = policy.partition(":kv_dtype=")
+    options = short(name) | ({"kv_dtype": dtype} if dtype else {})
+    report = checked(model, [prompt], policy)
     N = prompt["input_ids"].shape[1]
     reply = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0, N:].tolist()
     wanted, full = predicted(model, prompt, reply)
-    with mmkv.wrapped(model, policy, 0.3, **short(policy), **options), torch.no_grad():
+    with mmkv.wrapped(model, name, 0.3, **options), torch.no_grad():
         given, _ = predicted(model, prompt, reply)
         held = model(**prompt, use_cache=True).past_key_values.nbytes
     given, wanted = given[1:], wanted[1:]  # the first is predicted before anything is evicted
@@ -57,44 +59,26 @@ def test_it_equals_the_loop_and_the_cache_s_own_bytes(model, prompt, policy, opt
     assert not mmkv.is_wrapped(model)
 
 
-@pytest.mark.slow
-def test_rows_of_a_batch_are_prompts_and_means_are_over_tokens(model, monkeypatch):
-    """Padded or alone; a reply that ends early has fewer tokens, and what follows counts not."""
-    batch = make_inputs("llama", (90, 60, 75))
-    rows = [row_of(batch, b) for b in range(3)]
+def test_means_are_over_tokens_and_the_worst_prompt_is_named(model, monkeypatch):
+    """A reply that ends early has fewer tokens; one of a single token says nothing."""
+    rows = [make_inputs("llama", (n,), seed=n) for n in (90, 60, 75)]
     said = model.generate(**rows[1], max_new_tokens=NEW, do_sample=False)[0, 60:].tolist()
     at = next(t for t in range(2, NEW) if said[t] not in said[:t])
     with monkeypatch.context() as patch:
         patch.setattr(model.generation_config, "eos_token_id", said[at])
-        together, apart = checked(model, [batch]), checked(model, rows)
-        alone = [checked(model, [row]) for row in rows]
+        report, alone = checked(model, rows), [checked(model, [row]) for row in rows]
     assert alone[1].tokens == at
-    assert apart.prompts == together.prompts == 3
-    assert apart.prompt_tokens == together.prompt_tokens == (60, 90)
-    each = [x.rows[0] for x in alone]
-    total = sum(x.tokens for x in alone)
-    nats, same = (
-        sum(getattr(x.rows[0], name) * x.tokens for x in alone) / total
-        for name in ("divergence", "same")
-    )
-    for report in (together, apart):
-        row = report.rows[0]
-        assert report.tokens == total
-        assert row.divergence == pytest.approx(nats, rel=1e-4)
-        assert row.same == pytest.approx(same)
-        assert row.worst == pytest.approx(max(x.divergence for x in each), rel=1e-4)
-        assert row.divergence < row.worst
-        assert each[row.worst_prompt].divergence == pytest.approx(row.worst, rel=1e-4)
-    last = checked(model, [batch, make_inputs("llama", (40,), seed=3)]).rows[0]
-    assert last.worst > apart.rows[0].worst
-    assert last.worst_prompt == 3
-    with mmkv.wrapped(model, "snapkv", 0.3, **short("snapkv")), torch.no_grad():
-        held = model(**batch, use_cache=True).past_key_values.nbytes
-    assert together.rows[0].nbytes == pytest.approx(held / 3, abs=1)
-    assert apart.rows[0].nbytes == pytest.approx(sum(x.nbytes for x in each) / 3, abs=1)
+    each, total = [x.rows[0] for x in alone], sum(x.tokens for x in alone)
+    nats = sum(x.rows[0].divergence * x.tokens for x in alone) / total
+    found = report.rows[0]
+    assert (report.prompts, report.prompt_tokens, report.tokens) == (3, (60, 90), total)
+    assert found.divergence == pytest.approx(nats, rel=1e-4)
+    assert found.worst == pytest.approx(max(x.divergence for x in each), rel=1e-4)
+    assert each[found.worst_prompt - 1].divergence == pytest.approx(found.worst, rel=1e-4)
+    assert found.nbytes == pytest.approx(sum(x.nbytes for x in each) / 3, abs=1)
 
 
-def test_a_reply_of_one_token_says_nothing(model, prompt, monkeypatch):
+def test_replies_of_one_token_say_nothing(model, prompt, monkeypatch):
     """That token is predicted before anything is evicted."""
     first = int(model.generate(**prompt, max_new_tokens=1, do_sample=False)[0, -1])
     other = make_inputs("llama", (80,), seed=3)
@@ -103,64 +87,75 @@ def test_a_reply_of_one_token_says_nothing(model, prompt, monkeypatch):
         checked(model, [prompt])
     report = checked(model, [prompt, other])
     assert report.rows[0].divergence == checked(model, [other]).rows[0].divergence
-    assert report.prompts == 2
     assert any(x.startswith("1 replies end with their first token") for x in report.notes)
 
 
-@pytest.mark.slow
-def test_a_word_that_can_never_come_and_one_that_is_none(prompt):
+def test_infinite_probabilities_raise(prompt):
     model = make_model("llama")
-    bias = torch.zeros(120).index_fill(0, torch.tensor([7]), -torch.inf)
+    bias = torch.zeros(120).index_fill(0, torch.tensor([8]), torch.nan)
     model.lm_head.bias = torch.nn.Parameter(bias)
-    assert 0 < checked(model, [prompt]).rows[0].divergence < 10
-    with torch.no_grad():
-        model.lm_head.bias[8] = torch.nan
-    with pytest.raises(ValueError, match=r"snapkv 0\.3: .* not finite: use another dtype"):
+    with pytest.raises(ValueError, match=r"prompt 1: the divergence from the full cache is nan"):
         checked(model, [prompt])
 
 
-def test_it_is_left_unwrapped_and_a_policy_may_be_a_value(model, prompt, monkeypatch):
-    made = mmkv.get_policy("snapkv", window=6, kernel_size=3)
-    assert mmkv.check(model, [prompt], made, (0.3,), max_new_tokens=NEW) == checked(model, [prompt])
-
-    def stop(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(forcing, "divergence", stop)
-    with pytest.raises(KeyboardInterrupt):
-        checked(model, [prompt])
-    assert not mmkv.is_wrapped(model)
-
-
-def report_of(*rows: tuple[float, float, int], within=0.05) -> CheckReport:
-    """Rows of budget, divergence and bytes."""
+def report_of(*rows: tuple[str, float, float, int], within=0.05) -> CheckReport:
+    """Rows of policy, size, divergence and bytes of 1,000; a "?" behind a policy: not tested."""
     found = [
-        CheckRow("condense", budget, nats, nats, 0, 0.9, size / 1000, size)
-        for budget, nats, size in rows
+        CheckRow(
+            *(name.removesuffix("?"), size, nats, nats, 1, 0.9, held / 1000, held, f"wrap {name}"),
+            tested=not name.endswith("?"),
+        )
+        for name, size, nats, held in rows
     ]
-    bits = CheckRow("full:kv_dtype=int4", 1.0, 0.0, 0.0, 0, 1.0, 1.0, 10)
-    return CheckReport("condense", within, 1, (90, 90), 9, 1000, (*found, bits))
+    bits = CheckRow("full:kv_dtype=int4", 1.0, 0.01, 0.01, 1, 1.0, 1.0, 280, "wrap full", True)
+    return CheckReport(within, 1, (90, 90), 9, 1000, (*found, bits))
 
 
-def test_the_smallest_budget_is_of_the_policy_and_within():
-    assert report_of((0.1, 0.2, 100), (0.2, 0.05, 200), (0.5, 0.01, 500)).smallest == 0.2
-    assert report_of((0.5, 0.01, 500), (64, 0.04, 300)).smallest == 64
-    none = report_of((0.1, 0.2, 100), (0.2, 0.06, 200))
-    assert none.smallest is None
-    assert none.verdict.startswith("no budget is within 0.05 nats a token: condense 0.2 is nearest")
+def test_best_is_the_row_of_fewest_bytes_within_the_tolerance():
+    """Of policies, sizes and types."""
+    rows = ("a", 0.1, 0.2, 100), ("b", 0.1, 0.04, 110), ("a", 0.5, 0.01, 500)
+    assert report_of(*rows).best.call == "wrap b"
+    assert report_of(*rows, within=0.3).best.call == "wrap a"
+    # The full cache in 4 bits holds less than half of the tokens do.
+    assert report_of(("a", 0.1, 0.2, 100), ("a", 0.5, 0.01, 500)).best.call == "wrap full"
+    none = report_of(("a", 0.1, 0.2, 100), within=0.001)
+    assert none.best is None
+    assert none.verdict.startswith("nothing is within 0.001 nats a token: full:kv_dtype=int4 is")
 
 
-def test_of_budgets_that_hold_as_much_the_largest_was_put_to_the_test():
-    """A floor sizes all three: what a twentieth of a long prompt costs is not known."""
-    floored = report_of((0.05, 0.01, 400), (0.1, 0.01, 400), (0.3, 0.01, 402), (0.5, 0.0, 500))
-    assert floored.smallest == 0.3
+def test_sizes_that_a_floor_exceeds_are_not_recommended():
+    found = report_of(("a?", 0.05, 0.01, 200), ("a", 0.3, 0.02, 250))
+    assert (found.best.budget, "wrap a holds 25%" in found.verdict) == (0.3, True)
+    assert report_of(("a?", 0.05, 0.01, 200)).verdict.startswith("too short to tell")
 
 
-def test_a_floor_is_noted(model, prompt):
-    report = checked(model, [prompt], "condense", (0.05, 0.9), least=64)
-    assert report.rows[0].kept == pytest.approx(64 / 90, abs=0.02)
+def test_a_short_prompt_is_too_short_to_tell(model, prompt):
+    """`wrap` keeps 64 tokens of 90, whatever the share of bytes."""
+    how = {"memory": ["50%", "10%"], "max_new_tokens": NEW, "within": 50.0}
+    report = mmkv.check(model, [prompt], "condense", **how)
+    assert [x.tested for x in report.rows[:2]] == [True, False]
     (note,) = report.notes
-    assert note.startswith("condense 0.05 kept more than the budget says")
+    assert note.startswith("condense 10% of bytes: too short to tell")
+    assert mmkv.check(model, [prompt], "condense", least=0, **how).rows[1].tested
+
+
+def test_shares_of_bytes_set_tokens_and_type(model, prompt):
+    how = {"memory": ["3x", "10%"], "within": 50.0, "max_new_tokens": NEW}
+    report = mmkv.check(model, [prompt], ["snapkv", "h2o"], window=6, **how)
+    rows = {x.name: x for x in report.rows}
+    first, second = rows["snapkv 33.3% of bytes"], rows["snapkv 10% of bytes"]
+    assert first.nbytes <= report.full_nbytes / 3
+    assert second.kept < first.kept
+    assert len(rows) == 2 * 2 + 2
+    best = report.best
+    assert best.nbytes == min(x.nbytes for x in report.rows)
+    # What is recommended is what was measured.
+    scope = {"mmkv": mmkv, "model": make_model("llama")}
+    with torch.no_grad():
+        held = eval(best.call, scope)(**prompt, use_cache=True).past_key_values.nbytes
+    assert held == best.nbytes
+    with pytest.raises(ValueError, match="stands in place of budgets"):
+        mmkv.check(model, [prompt], "snapkv", (0.2,), memory=["3x"])
 
 
 @pytest.mark.parametrize(
@@ -169,23 +164,19 @@ def test_a_floor_is_noted(model, prompt):
         ({"inputs": []}, "no prompts"),
         ({"inputs": [{"ids": 1}]}, "check: sample 0 is a mapping of"),
         ({"inputs": [{"input_ids": torch.tensor([[5]])}]}, "prompt 1 has 1 token"),
-        ({"inputs": [make_inputs("llama", (9, 1))]}, "prompt 2 has 1 token"),
+        ({"inputs": [make_inputs("llama", (9, 8))]}, "prompt 1 has 2 rows or padding"),
         ({"inputs": [make_inputs("llama", (2044,))]}, r"2,044 tokens, and with 10 .* 2,048"),
         ({"within": 0}, "within=0"),
-        ({"within": math.nan}, "within=nan"),
         ({"budgets": ()}, "no budgets"),
         ({"budgets": (0.2, 1.5)}, r"budget=1\.5"),
         ({"budgets": (3,)}, "budget=3 is below the 6 tokens"),
         ({"max_new_tokens": 1}, "max_new_tokens=1"),
-        ({"policy": "full"}, "'full' keeps everything"),
-        ({"policy": "xkv", "allocation": "sampled", "samples": 2}, "use allocation='mini-prefill'"),
-        ({"policy": mmkv.get_policy("h2o"), "sinks": 3}, "beside a Policy"),
-        ({"profile": "missing.json"}, "missing.json"),
+        ({"policies": "full"}, "keep everything"),
     ],
 )
-def test_what_is_wrong_is_named(model, prompt, how, message):
-    how = {"inputs": [prompt], "max_new_tokens": NEW, "policy": "snapkv"} | how
-    if how["policy"] == "snapkv":
+def test_invalid_arguments_raise(model, prompt, how, message):
+    how = {"inputs": [prompt], "max_new_tokens": NEW, "policies": "snapkv"} | how
+    if how["policies"] == "snapkv":
         how |= short("snapkv")
     with pytest.raises(ValueError, match=message) as error:
         mmkv.check(model, **how)
@@ -194,9 +185,11 @@ def test_what_is_wrong_is_named(model, prompt, how, message):
 
 
 class TestPrompts:
+    """The suite `prompts`."""
+
     def read(self, tmp_path, name: str, text: str) -> list[Any]:
         (tmp_path / name).write_text(text, encoding="utf-8")
-        return prompts.read_prompts(tmp_path / name)
+        return load_suite("prompts", tmp_path / name)
 
     @pytest.mark.parametrize(
         ("name", "text", "said"),
@@ -207,41 +200,50 @@ class TestPrompts:
         ],
     )
     def test_one_a_line_or_between_dashes(self, tmp_path, name, text, said):
-        expected = [[{"role": "user", "content": content}] for content in said]
-        assert self.read(tmp_path, name, text) == expected
-        turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-        line = json.dumps({"messages": turns, "prompt": "not this"})
-        assert self.read(tmp_path, "turns.jsonl", line) == [turns]
+        assert [x.prompt for x in self.read(tmp_path, name, text)] == said
+
+    def test_conversations_pass_the_template_whole(self, tmp_path):
+        turns = [("system", "Be brief."), ("user", "w5"), ("assistant", "w6"), ("user", "w7")]
+        messages = [{"role": role, "content": text} for role, text in turns]
+        line = json.dumps({"messages": messages, "prompt": "not this"})
+        (sample,) = self.read(tmp_path, "turns.jsonl", line)
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = "{% for x in messages %}{{ x.role }} {{ x.content }} {% endfor %}"
+        expected = tokenizer.apply_chat_template(messages, tokenize=False)
+        loaded = chat.Loaded("tiny", make_model("llama"), tokenizer)
+        (inputs,) = encode_samples(loaded, [sample])
+        assert inputs["input_ids"].tolist() == [tokenizer(expected)["input_ids"]]
+        tokenizer.chat_template = None
+        with pytest.raises(ValueError, match="no chat template"):
+            encode_samples(loaded, [sample])
 
     @pytest.mark.parametrize(
         ("name", "text", "message"),
         [
             ("p.txt", " \n\n", "p.txt: has no prompts: write one a line"),
-            ("p.txt", "---\n---\n", "has no prompts"),
-            ("p.jsonl", "\n", "p.jsonl: has no entries"),
-            ("p.jsonl", "{", "line 1: not a JSON object"),
             ("p.jsonl", '{"text": "x"}', "line 1: field 'prompt': is missing"),
-            ("p.jsonl", '{"prompt": " "}', "field 'prompt': is empty"),
             ("p.jsonl", '{"messages": []}', "field 'messages': expected a list"),
             ("p.jsonl", '{"messages": ["x"]}', "leave pictures out"),
-            ("p.jsonl", '{"messages": [{"role": "user", "content": [{}]}]}', "leave pictures out"),
+            (
+                "p.jsonl",
+                '{"messages": [{"role": "system", "content": "x"}]}',
+                "expected the user's",
+            ),
             ("p.csv", "a,b", "p.csv: expected a .txt file, a prompt a line, or .jsonl"),
         ],
     )
-    def test_files_that_are_none(self, tmp_path, name, text, message):
+    def test_other_files_raise(self, tmp_path, name, text, message):
         with pytest.raises(ValueError, match=re.escape(message)) as error:
             self.read(tmp_path, name, text)
         assert "\n" not in str(error.value)
 
     def test_shipped_ones_are_documents_and_a_request(self):
-        found = prompts.shipped_prompts()
-        assert len(found) >= 4
-        for ((message,),) in zip(found, strict=True):
-            document, _, asked = message["content"].rpartition("\n\n")
+        found = [x.prompt for x in load_suite("prompts", "documentation")]
+        assert len(set(found)) == len(found) >= 4
+        for text in found:
+            document, _, asked = text.rpartition("\n\n")
             assert 300 < len(document.split()) < 900
             assert asked[-1] in ".?"
-            assert len(asked.split()) > 4
-        assert len({x[0]["content"] for x in found}) == len(found)
 
 
 def words(count: int, seed: int = 0) -> str:
@@ -257,113 +259,31 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-ASKED = ("--model", "tiny", "--prompts", "p.txt", "--policy", "snapkv", "--option", "window=6")
-ASKED += ("--budgets", "0.2,0.6", "--max-new-tokens", "6", "--device", "cpu")
-
-
-@pytest.mark.usefixtures("folder")
-def test_shares_of_bytes_in_place_of_budgets(model, prompt):
-    """`kv_dtype` follows from each, and the smallest is a share too."""
-    how = {"within": 50.0, "max_new_tokens": NEW, "least": 0}
-    report = mmkv.check(model, [prompt], "snapkv", memory=["3x", "10%"], window=6, **how)
-    first, second = report.rows[:2]
-    assert [x.name for x in (first, second)] == ["snapkv 33.3% of bytes", "snapkv 10% of bytes"]
-    assert first.nbytes <= report.full_nbytes / 3
-    assert second.kept < first.kept
-    assert (report.smallest, "10% of bytes" in report.verdict) == (0.1, True)
-    with pytest.raises(ValueError, match="stands in place of budgets"):
-        mmkv.check(model, [prompt], "snapkv", (0.2,), memory=["3x"])
+ASKED = ("--model", "tiny", "--prompts", "p.txt", "--policies", "snapkv", "--option", "window=6")
+ASKED += ("--max-new-tokens", "6", "--device", "cpu", "--out", "a")
 
 
 class TestCommand:
-    def test_shares_of_bytes_are_read_back_as_such(self, folder):
-        words = [x for x in ASKED if x not in ("--budgets", ASKED[ASKED.index("--budgets") + 1])]
-        for _ in range(2):  # the second time all rows are there
-            done = call("check", *words, "--memory", "3x,50%", "--within", "50", "--out", "m")
-            assert done.exit_code == 0, done.output
-            assert "snapkv 33.3% of bytes" in done.stdout
-        report = json.loads((folder / "m" / "report.json").read_text())
-        assert report["memory"] is True
-        assert report["rows"][0]["nbytes"] <= report["full_nbytes"] / 3 * 1.05
-
-    def test_json_has_what_python_reports_and_what_made_it(self, folder):
-        done = call("check", *ASKED, "--json", "--within", "0.4", "--out", "a")
+    def test_json_is_what_python_reports(self, folder):
+        done = call("check", *ASKED, "--memory", "50%,10%", "--json", "--within", "0.4")
         assert done.exit_code == 0, done.output
         data = json.loads(done.stdout)
-        assert data == json.loads((folder / "a" / "report.json").read_text())
         loaded = chat.load("tiny", "cpu")
-        inputs = [loaded.processor(words(60 + 9 * i, i), return_tensors="pt") for i in range(3)]
-        report = mmkv.check(
-            loaded.model,
-            [{k: x[k] for k in ("input_ids", "attention_mask")} for x in inputs],
-            "snapkv",
-            (0.2, 0.6),
-            within=0.4,
-            window=6,
-            max_new_tokens=6,
-        )
+        inputs = encode_samples(loaded, load_suite("prompts", "p.txt"))
+        how = {"memory": ("50%", "10%"), "within": 0.4, "max_new_tokens": 6}
+        report = mmkv.check(loaded.model, inputs, "snapkv", window=6, **how)
         expected = json.loads(json.dumps(report.to_dict()))
-        for row, other in zip(data["rows"], expected["rows"], strict=True):
-            assert row.pop("policy") == other.pop("policy")
+        for row, other in zip(data.pop("rows"), expected.pop("rows"), strict=True):
+            texts = [x for x in row if isinstance(row[x], str)]
+            assert [row.pop(x) for x in texts] == [other.pop(x) for x in texts]
             assert row == pytest.approx(other, rel=1e-5)
-        for name in {f.name for f in dataclasses.fields(CheckReport)} - {"rows"}:
-            assert data[name] == expected[name], name
-        assert data["smallest"] == report.smallest
-        assert (data["model"], data["max_new_tokens"], data["n"]) == ("tiny", 6, 3)
-        assert data["options"]["window"] == 6
-        assert data["mmkv"] == mmkv.__version__
-        assert len(data["each"]) == 3 * 4
-        assert read_rows(folder / "a" / "rows.jsonl") == data["each"]
+        data.pop("best"), expected.pop("best")
+        assert data == expected
+        assert len(read_rows(folder / "a" / "rows.jsonl")) == 3 * 5
 
-    @pytest.mark.slow
-    def test_the_same_command_goes_on_and_measures_nothing_twice(self, folder, monkeypatch):
-        first = call("check", *ASKED, "--out", "a")
-        assert first.exit_code == 0, first.output
-        assert "12 of 12" not in first.stderr
-        rows = (folder / "a" / "rows.jsonl").read_text().splitlines(keepends=True)
-        report = (folder / "a" / "report.json").read_text()
-        real, measured = divergence._rows, []
-
-        def rows_of(setting, *given):
-            measured.append((setting.label, setting.budget, given[-1]))
-            return real(setting, *given)
-
-        monkeypatch.setattr(divergence, "_rows", rows_of)
-        lost = json.loads(rows[4])
-        (folder / "a" / "rows.jsonl").write_text("".join([*rows[:4], *rows[5:], rows[4][:20]]))
-        again = call("check", *ASKED, "--out", "a")
-        assert "11 of 12 rows are in a already" in again.stderr
-        assert measured == [(lost["policy"], lost["budget"], lost["index"])]
-        assert again.stdout == first.stdout
-        assert (folder / "a" / "report.json").read_text() == report
-        # Another tolerance asks the same rows; anything else is another run.
-        assert "within 99 nats a token: 0.2" in call(
-            "check", *ASKED, "--out", "a", "--within", "99"
-        ).stdout.replace("\n", " ")
-        assert len(measured) == 1
-        for more in (["--max-new-tokens", "7"], ["--limit", "2"], ["--option", "sinks=2"]):
-            done = call("check", *ASKED, *more, "--out", "a")
-            assert done.exit_code == 2
-            assert "choose another --out" in done.stderr
-        (folder / "p.txt").write_text("\n".join(words(61 + 9 * i, i) for i in range(3)))
-        assert "holds a run with prompts_digest=" in call("check", *ASKED, "--out", "a").stderr
-
-    @pytest.mark.slow
-    def test_a_changed_profile_has_a_folder_of_its_own(self, folder):
-        """And is refused in the folder of the first."""
-        asked = ("check", *ASKED, "--profile", "q.json", "--budgets", "0.5")
-        for text in ("[0.4, 0.5, 0.6]", "[0.6, 0.5, 0.4]", "[0.4, 0.5, 0.6]"):
-            (folder / "q.json").write_text(text)
-            done = call(*asked)
-            assert done.exit_code == 0, done.output
-        assert len(list((folder / "runs" / "check").iterdir())) == 2
-        assert call(*asked, "--out", "b").exit_code == 0
-        (folder / "q.json").write_text("[0.5, 0.5, 0.5]")
-        assert "holds a run with files={'q.json'" in call(*asked, "--out", "b").stderr
-
-    def test_ctrl_c_keeps_what_is_done(self, folder, monkeypatch):
-        real = divergence.kept_shares
-        seen = []
+    def test_the_same_command_goes_on_and_a_tolerance_measures_nothing(self, folder, monkeypatch):
+        """Rows in bytes are read back as such."""
+        real, seen = measure.kept_by_row, []
 
         def interrupt(cache):
             seen.append(cache)
@@ -371,23 +291,26 @@ class TestCommand:
                 raise KeyboardInterrupt
             return real(cache)
 
-        monkeypatch.setattr(divergence, "kept_shares", interrupt)
-        done = call("check", *ASKED, "--out", "a")
+        monkeypatch.setattr(measure, "kept_by_row", interrupt)
+        asked = ("check", *ASKED, "--memory", "1/2,1/10")
+        done = call(*asked)
         assert done.exit_code == 130
         assert "the same command goes on" in done.stderr
         assert len(read_rows(folder / "a" / "rows.jsonl")) == 6
-        done = call("check", *ASKED, "--out", "a")
-        assert done.exit_code == 0
-        assert "6 of 12 rows" in done.stderr
-        assert len(seen) == 7 + 6
+        done = call(*asked, "--within", "1e-9")
+        assert done.exit_code == 0, done.output
+        assert len(seen) == 7 + 9
+        assert "nothing is within 1e-09 nats a token" in done.stdout
+        done = call(*asked, "--within", "99")
+        assert len(seen) == 7 + 9
+        assert "snapkv 10% of bytes" in done.stdout
+        call_shown = re.search(r"mmkv\.wrap\(.*?\)", done.stdout.replace("\n", " "))[0]
+        assert call_shown == "mmkv.wrap(model, 'snapkv', memory=\"10%\", window=6)"
+        done = call(*asked, "--limit", "2")
+        assert (done.exit_code, "choose another --out" in done.stderr) == (2, True)
+        assert call("report", "a").exit_code == 0
 
-    def test_a_table_and_the_verdict(self, folder):
-        done = call("check", *ASKED, "--out", "a", "--within", "0.000001")
-        assert "full cache in int4" in done.stdout
-        assert "no budget is within 1e-06 nats a token: snapkv 0.6 is nearest" in done.stdout
-        assert "wrote a/report.json" in done.stdout
-
-    def test_a_template_that_refuses_a_conversation(self, folder):
+    def test_a_template_that_refuses_a_conversation_is_one_line(self, folder):
         tokenizer = make_tokenizer()
         tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
         tokenizer.save_pretrained(folder / "tiny")
@@ -397,6 +320,12 @@ class TestCommand:
         assert done.stderr.count("\n") == 1
 
 
+def test_the_commands_shares_are_those_of_python():
+    from mmkv.eval.check import MEMORY
+
+    assert [*map(Memory.of, CHECKED.split(","))] == [*map(Memory.of, MEMORY)]
+
+
 @pytest.mark.usefixtures("folder")
 class TestCalibrate:
     """The command takes the same prompts."""
@@ -404,26 +333,21 @@ class TestCalibrate:
     ASKED = ("calibrate", "--model", "tiny", "--device", "cpu", "--out", "p.json")
 
     def profile(self, *more: str) -> Any:
-        done = call(*self.ASKED, *more)
+        done = call(*self.ASKED, "--policy", "prefixkv", "--budget", "0.4", *more)
         assert done.exit_code == 0, done.output
         return mmkv.Profile.load("p.json")
 
-    def test_own_prompts(self, folder):
-        found = self.profile("--prompts", "p.txt", "--policy", "prefixkv", "--budget", "0.4")
+    def test_own_prompts(self):
+        asked = ("--suite", "prompts", "--data", "p.txt")
+        found = self.profile(*asked)
         loaded = chat.load("tiny", "cpu")
-        inputs = prompts.encode_prompts(loaded, prompts.read_prompts(folder / "p.txt"), None)
+        inputs = encode_samples(loaded, load_suite("prompts", "p.txt"))
         assert found == mmkv.calibrate(loaded.model, inputs, "prefixkv", 0.4)
-        assert (
-            self.profile("--prompts", "p.txt", "--policy", "prefixkv", "--limit", "2").samples == 2
-        )
+        assert self.profile(*asked, "--limit", "2").samples == 2
 
-    @pytest.mark.slow
-    def test_condense_on_shipped_prompts_where_no_picture_is_read(self, monkeypatch):
-        monkeypatch.setattr(calibration, "_REPLY", 6)
-        monkeypatch.setattr(prompts, "_MOST_LETTERS", 700)
-        found = self.profile("--limit", "2")
-        assert (found.policy, found.samples) == ("condense", 2)
-        assert found.curves is not None
+    def test_shipped_prompts_where_no_picture_is_read(self, monkeypatch):
+        monkeypatch.setattr("mmkv.eval.suites.prompts._MOST_LETTERS", 700)
+        assert self.profile("--limit", "1").samples == 1
 
     def test_length_reaches_the_suite(self, folder, monkeypatch):
         (folder / "text.txt").write_text(words(900))
@@ -435,7 +359,7 @@ class TestCalibrate:
             return real(model, samples, *args, **options)
 
         monkeypatch.setattr(calibration, "calibrate", record)
-        asked = ("--suite", "continuation", "--data", "text.txt", "--policy", "prefixkv")
+        asked = ("--suite", "continuation", "--data", "text.txt")
         for length in (256, 512):
             self.profile(*asked, "--length", str(length))
         assert seen[0] == pytest.approx(0.75 * 256, rel=0.05)

@@ -1,6 +1,5 @@
 """Several runs side by side: what is on the front, tables, pictures, and runs of others."""
 
-import json
 import math
 import re
 import shutil
@@ -11,9 +10,9 @@ import pytest
 from test_eval_report import PNG, call, row, write_run
 
 from helpers.models import make_model
+from mmkv.eval.compare import Comparison, front
 from mmkv.eval.runner import fitting
 from mmkv.eval.store import RunError
-from mmkv.eval.tabulate import Comparison, Report, front
 
 HIDDEN = ":question=hidden"
 SPREAD = {"a": (1, 0.2), "b": (2, 0.1), "c": (3, 0.5), "d": (3, 0.6), "e": (4, 0.6), "f": (9, 0.9)}
@@ -88,16 +87,6 @@ def test_a_folder_without_runs_is_said(tmp_path):
     write_run(tmp_path / "run", ROWS[:2], **SETTINGS | {"policies": {"full": {}}})
     with pytest.raises(RunError, match="no policy but the full cache"):
         Comparison([tmp_path])
-
-
-def test_figures_of_check_are_no_run(folder):
-    check = folder / "check"
-    check.mkdir()
-    settings = {"model": "llava", "prompts_digest": "1"}
-    (check / "run.json").write_text(json.dumps({"settings": settings, "made_by": []}))
-    assert len(Comparison([folder]).reports) == 1
-    with pytest.raises(RunError, match=r"mmkv check, which its report\.json sums up"):
-        Report(check)
 
 
 @pytest.mark.slow

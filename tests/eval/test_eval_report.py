@@ -7,19 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-import mmkv
-from helpers.evaluation import make_samples, make_tokenizer, save_model
-from helpers.models import make_model
-from mmkv.eval import draw, measure, runner
-from mmkv.eval.cli import PLOTS, commands
-from mmkv.eval.prompts import Encoder
-from mmkv.eval.samples import Suite
+from helpers.evaluation import save_model
+from mmkv.eval import measure, runner
+from mmkv.eval.cli import commands
 from mmkv.eval.store import RunError, read_rows
-from mmkv.eval.suites.registry import SUITES
-from mmkv.eval.tabulate import Report, paper_tables
+from mmkv.eval.tabulate import Report
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -65,7 +59,7 @@ def test_figures_worked_out_by_hand(report):
     assert (h2o.rouge, h2o.score) == (0.375, 0.25)
     assert (prefix.n, prefix.errors, prefix.rouge) == (2, 1, 0.75)
     assert prefix.ppl == pytest.approx(math.exp(3 / 4))
-    assert math.isnan(prefix.retained)
+    assert math.isnan(prefix.held_bytes)
     assert report.figures("h2o", 0.2).isna().all()
 
 
@@ -81,16 +75,12 @@ def test_main_table_is_in_the_papers_layout(report):
     assert table.columns == ["10%"]
     assert table.rows == [
         ("h2o", ["12.2 / 0.38 / 25.0"]),
-        ("paper: H2O", ["158 / 0.25 / –"]),
         ("prefixkv", ["**2.12** / **0.75** / **100.0**†"]),
-        ("paper: PrefixKV", ["7.38 / 0.39 / –"]),
-        ("paper: PrefixKV, online", ["7.38 / – / –"]),
     ]
     notes = "\n".join(table.notes)
     assert "Full cache: perplexity 2.72, ROUGE-L 1.00, score 75.0." in notes
     assert "prefixkv at 10%: 1 of 2 samples could not be measured (the budget is too" in notes
     assert "prefixkv with distance=9" in notes
-    assert "arXiv 2412.03409" in notes
     assert "n = 2, float16 on x" in notes
 
 
@@ -99,12 +89,6 @@ def test_a_task_that_the_full_cache_cannot_do_is_named(report, tmp_path):
     assert nothing not in "\n".join(report.notes())
     rows = [x | {"score": 0.0} if "score" in x else x for x in ROWS]
     assert nothing in "\n".join(Report(write_run(tmp_path / "other", rows)).notes())
-
-
-def test_papers_rows_only_for_their_data(tmp_path):
-    for settings in ({"data": "builtin"}, {"suite": "needle"}, {"model": "llava-1.6-7b"}):
-        report = Report(write_run(tmp_path, ROWS, **settings))
-        assert not [name for name, _ in report.main_table().rows if "paper" in name]
 
 
 def test_by_capability(report):
@@ -117,7 +101,7 @@ def test_by_capability(report):
     ]
 
 
-def test_by_task_beside_the_paper(tmp_path):
+def test_scores_by_task_and_their_average(tmp_path):
     rows = [
         row("snapkv", 128, i, score=s) | {"suite": "longbench", "task": t, "tags": []}
         for i, (t, s) in enumerate([("qasper", 0.2), ("trec", 0.5), ("trec", 0.6)])
@@ -129,25 +113,21 @@ def test_by_task_beside_the_paper(tmp_path):
     assert table.columns == ["qasper", "trec", "average"]
     assert table.rows == [
         ("snapkv", ["20.0", "55.0", "37.5"]),
-        ("paper: SnapKV", ["21.4", "47.5", "35.1"]),
     ]
     # As in the paper, the average is over tasks.
-    assert report.main_table().rows == [("snapkv", ["**37.5**"]), ("paper: SnapKV", ["35.1"])]
-    assert table.title in [t.title for t in report.tables(first=True)]
+    assert report.main_table().rows == [("snapkv", ["**37.5**"])]
 
 
 def test_files(report, tmp_path):
-    curves = draw.save(draw.curves(report), tmp_path / "curves.png")
-    written = {p.name: p for p in (*report.write(), curves)}
-    assert set(written) == {"report.md", "report.csv", "curves.png"}
+    written = {p.name: p for p in report.write()}
+    assert set(written) == {"report.md", "report.csv"}
     assert "| h2o | 12.2 / 0.38 / 25.0 |" in written["report.md"].read_text()
-    assert written["curves.png"].read_bytes()[:8] == PNG
     with written["report.csv"].open(newline="") as file:
         lines = list(csv.DictReader(file))
     groups = [("all", "full"), ("all", "h2o"), ("all", "prefixkv"), ("task mmvet", "full")]
     assert [(x["group"], x["policy"]) for x in lines[:4]] == groups
     assert float(lines[1]["ppl"]) == pytest.approx(math.exp(15 / 6))
-    assert lines[1]["retained"] == ""
+    assert lines[1]["held_bytes"] == ""
 
 
 def test_an_unfinished_run_says_so(tmp_path):
@@ -168,32 +148,6 @@ def test_the_full_cache_alone_is_a_row(tmp_path):
     assert len(groups) == len(set(groups))
 
 
-def test_papers_tables_are_whole():
-    assert len(paper_tables()) == 6
-    for table in paper_tables():
-        assert all(len(r) == 3 + len(table.columns) for r in table.rows)
-        for policy in {r[0] for r in table.rows}:
-            assert policy.split(":")[0] in mmkv.list_policies()
-    seven = next(t for t in paper_tables() if (t.suite, t.model) == ("mmvet", "LLaVA-1.5-7B"))
-    assert seven.of("prefixkv")["PrefixKV"]["0.1"] == {"ppl": 7.38, "rouge": 0.39}
-    assert "1" not in seven.of("prefixkv")["PrefixKV"]
-
-
-def test_scores_of_each_layer_are_those_that_evict():
-    model, samples = make_model("llama"), make_samples((40,))
-    inputs = Encoder(make_tokenizer()).batch(samples)
-    policy = mmkv.get_policy("prefixkv")
-    scores = draw.layer_scores(model, inputs, policy)
-    assert [tuple(s.shape) for s in scores] == [(1, 1, 40)] * 3
-    with mmkv.wrapped(model, "prefixkv", 0.5, layers="uniform"), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-    for layer, s in enumerate(scores):
-        kept = cache.kept(layer)[0, 0]
-        assert set(kept.tolist()) == set(s[0, 0].topk(len(kept)).indices.tolist())
-    with pytest.raises(ValueError, match="no attention score"):
-        draw.layer_scores(model, inputs, mmkv.get_policy("local"))
-
-
 def call(*arguments: Any) -> Any:
     return CliRunner().invoke(commands, list(map(str, arguments)))
 
@@ -209,23 +163,21 @@ def call(*arguments: Any) -> Any:
         (["eval", "description", "--option", "windw=3"], "read by none of the policies"),
         (["eval", "mmvet", "--data", "missing.json"], "missing.json"),
         (["check", "--within", "0"], "within=0.0"),
-        (["check", "--policy", "snapkv", "--option", "window"], "expected name=value"),
+        (["check", "--policies", "snapkv", "--option", "window"], "expected name=value"),
+        (["check", "--max-new-tokens", "1"], "max_new_tokens=1"),
         (["check", "--prompts", "empty.txt"], "empty.txt: has no prompts"),
         (["check", "--out", "empty.txt"], "--out empty.txt: empty.txt is a file, not a folder"),
         (["check", "--budgets", "0.1,0.1"], "named twice"),
-        (["check", "--policy", "snapkx"], "unknown policy 'snapkx'"),
+        (["check", "--policies", "snapkx"], "unknown policy 'snapkx'"),
         (["check", "--prompts", "missing.txt"], "missing.txt: no such file"),
-        (["calibrate", "--prompts", "missing.txt"], "missing.txt: no such file"),
-        (["calibrate", "--prompts", "p.txt", "--suite", "needle"], "takes the place of a suite"),
+        (["calibrate", "--suite", "prompts", "--data", "missing.txt"], "no such file"),
         (["calibrate", "--length", "512"], "length=512: suite 'description' has lengths of its"),
         (["calibrate", "--budget", "3.0"], "budget=3.0"),
         (["calibrate", "--out", "missing/p.json"], "no such folder"),
         (["calibrate", "--out", "."], "is a folder"),
         (["eval", "description", "--out", f"{__file__}/x"], "is a file, not a folder"),
-        (["plot", "layers", "--out", "x.xyz"], "x.xyz: expected a name that ends in .png"),
-        (["plot", "circles"], "plot 'circles'"),
-        (["plot", "layers", "--budget", "0.1,0.2"], "one budget"),
-        (["plot", "layers", "--sample", "3000000"], "the suite has"),
+        (["plot", "--out", "x.xyz"], "x.xyz: expected a name that ends in .png"),
+        (["plot", "--budget", "0.1,0.2"], "one budget"),
         (["report", "missing"], "no run here"),
     ],
 )
@@ -235,9 +187,6 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("\n")
     monkeypatch.setattr("mmkv.chat.load", lambda *_, **__: pytest.fail("loaded"))
-    if "3000000" in arguments:
-        empty = Suite(lambda request: [], builtin=lambda request: [])
-        monkeypatch.setitem(SUITES, "description", empty)
     done = call(*arguments)
     assert (done.exit_code, done.stdout) == (2, "")
     assert message in done.stderr
@@ -256,21 +205,12 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
     assert [(r["policy"], r["options"]) for r in rows[::2]] == options
     done = call("report", "a")
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "a" / "curves.png").exists()
-    done = call("calibrate", "--limit", "1", "--out", "c.json")
+    assert (tmp_path / "a" / "frontier.png").read_bytes()[:8] == PNG
+    assert "% of the full cache's bytes" in done.output.replace("\n", " ")
+    done = call("plot", "--policies", "xkv,h2o", "--out", "layers.png")
     assert done.exit_code == 0, done.output
-    assert mmkv.profiles.Profile.load("c.json").curves is not None
-    assert done.output.split("prompts: ")[1].split("\n")[0].count("0.") == 8
-    for kind in PLOTS:
-        asked = ("--policies", "xkv,h2o", "--profile", "c.json", "--out", f"{kind}.png")
-        done = call("plot", kind, *asked)
-        assert done.exit_code == 0, done.output
-        assert (tmp_path / f"{kind}.png").read_bytes()[:8] == PNG
-    (tmp_path / "p.json").write_text("[0.5, 0.6, 0.4, 0.5]")
-    done = call("plot", "heads", "--profile", "p.json", "--out", "c.png")
-    assert done.exit_code == 2
-    assert "p.json: it has layer sizes alone" in done.output
-    done = call("plot", "layers", "--policies", "h2o", "--out", "x.jpg")
+    assert (tmp_path / "layers.png").read_bytes()[:8] == PNG
+    done = call("plot", "--policies", "h2o", "--out", "x.jpg")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "x.jpg").read_bytes()[:2] == b"\xff\xd8"
 
@@ -304,9 +244,10 @@ def test_a_run_without_figures_is_reported_without_a_drawing(tmp_path):
     rows = [row(policy, 0.1, 0, kept_fraction=0.1) for policy in ("h2o", "prefixkv")]
     folder = write_run(tmp_path / "run", rows)
     done = call("report", folder)
-    assert (done.exit_code, done.stderr) == (0, "mmkv: nothing to draw: no row has any figures\n")
+    assert done.exit_code == 0
+    assert done.stderr.startswith("mmkv: nothing to draw: ")
     assert {x.name for x in folder.iterdir()} >= {"report.md", "report.csv"}
-    assert not (folder / "curves.png").exists()
+    assert not (folder / "frontier.png").exists()
     done = call("report", tmp_path)
     assert done.exit_code == 2
     assert "no metric was measured" in done.stderr

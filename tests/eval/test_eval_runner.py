@@ -14,7 +14,7 @@ from PIL import Image
 
 from helpers.evaluation import make_samples, save_model
 from mmkv.cache.compressed import CompressedCache
-from mmkv.eval import draw, measure, runner
+from mmkv.eval import measure, runner
 from mmkv.eval.measure import perplexity
 from mmkv.eval.store import RunError, digest, key_of, read_rows, read_settings
 from mmkv.eval.tabulate import Report
@@ -91,7 +91,6 @@ def test_shares_of_bytes_in_place_of_budgets(model, tokenizer, tmp_path):
     report = Report(tmp_path)
     assert [*report.main_table().columns] == ["50% of bytes", "30% of bytes"]
     assert report.figures("snapkv:window=2", report.budgets[1]).n == 5
-    assert draw.curves(report).axes[0].get_xlabel() == "% of the full cache's bytes"
     with pytest.raises(RunError, match="memory=True, this one has memory=None"):
         run(model, tokenizer, tmp_path, budgets=[0.5, 0.3], **asked)
 

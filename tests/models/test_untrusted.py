@@ -188,5 +188,5 @@ def test_importing_for_a_stranger_starts_nothing():
         "commands.main(['check', '--help'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.startswith("mmkv.divergence"), done.stderr
+    assert done.stdout.startswith("mmkv.eval.check"), done.stderr
     assert "--within" in done.stdout

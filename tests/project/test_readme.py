@@ -222,6 +222,23 @@ def shown(words: list[str]) -> str:
     return " ".join(words)[:60]
 
 
+def one_of_each_kind() -> list[list[str]]:
+    """The first command of each name, and of each suite of `mmkv eval`."""
+    found = commands_of("eval", "report", "bench", "check", "calibrate", "plot")
+    return [*{(x[1], x[2] if x[1] == "eval" else ""): x for x in reversed(found)}.values()]
+
+
+def make_files(words: list[str]) -> None:
+    """Make the plugin, and the models that a command's words name, in the current folder."""
+    Path("small_keys.py").write_text(blocks("docs/extending.md", "python")[1])
+    for before, word in itertools.pairwise(words):
+        if before == "--model" and word.count("/") > 1:
+            Path(word).mkdir(parents=True, exist_ok=True)
+            Path(word, "config.json").touch()
+        elif word.endswith(".gguf"):
+            Path(word).touch()
+
+
 class Reached(BaseException):
     """Everything that is checked without a model was found right."""
 
@@ -260,26 +277,29 @@ class TestCommands:
         assert data["full"]["answer"] == data["compressed"]["answer"]
         assert data["compressed"]["nbytes"] < 0.4 * data["full"]["nbytes"]
 
+    @pytest.mark.usefixtures("registering")
+    def test_every_command_parses(self, monkeypatch, tmp_path):
+        """Options, their values, and names of policies."""
+        monkeypatch.chdir(tmp_path)
+        known = typer.main.get_command(commands.app).commands
+        given = commands_of(*(name for name in known if name != "serve"))  # vLLM's options too
+        assert len(given) > 20
+        for _, name, *words in given:
+            make_files(words)
+            known[name].make_context(name, words)
+
     @pytest.mark.slow
     @pytest.mark.usefixtures("registering")
-    @pytest.mark.parametrize(
-        "words", commands_of("eval", "report", "bench", "check", "calibrate", "plot"), ids=shown
-    )
+    @pytest.mark.parametrize("words", one_of_each_kind(), ids=shown)
     def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         for folder in ("texts", "texts/novels", "texts/handbook", "texts/faq"):
             Path(folder).mkdir()
             Path(folder, "text.txt").write_text("Some words of this text are these. " * 900)
-        for before, word in itertools.pairwise(words):  # models of files and folders
-            if before == "--model" and word.count("/") > 1:
-                Path(word).mkdir(parents=True)
-                Path(word, "config.json").touch()
-            elif word.endswith(".gguf"):
-                Path(word).touch()
-        Path("small_keys.py").write_text(blocks("docs/extending.md", "python")[1])
+        make_files(words)
         monkeypatch.setattr("mmkv.chat.load", reached)
         monkeypatch.setattr("mmkv.eval.cli.token_counter", lambda name: len)
-        monkeypatch.setattr("mmkv.eval.tabulate.Comparison", reached)
+        monkeypatch.setattr("mmkv.eval.compare.Comparison", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._load", reached)
         monkeypatch.setattr("mmkv.eval.speed.rival.Worker", lambda python: ExitStack())
         with pytest.raises(Reached):
