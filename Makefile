@@ -14,7 +14,7 @@ MATRIX := 5.17.0 5.20.0 5.23.0 5.24.0
 .PHONY: run demo test test-slow test-all test-matrix test-vllm lint type links gpu mutants docs dist format clean install
 
 run: install
-	$(BIN)/mmkv chat $(PICTURE) "Describe the picture." --model smollm2-vision --option least=0
+	$(BIN)/mmkv chat $(PICTURE) "Describe the picture." --option least=0
 
 demo: install
 	$(BIN)/mmkv demo

@@ -9,9 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NEEDED = (
-    "mmkv/builtin/weights/*",
     "mmkv/builtin/vision/*",
-    "mmkv/builtin/pictures/*.png",
     "mmkv/py.typed",
 )
 FOLDERS, SUFFIXES = ("policies", "eval", "demo"), (".py", ".json", ".css", ".js", ".html", ".xz")

@@ -166,7 +166,7 @@ def build(models: Models) -> gr.Blocks:
                     height=360,
                     elem_id="picture",
                 )
-                pictures = [[str(path)] for path in example_pictures(models.names[0])]
+                pictures = [[str(path)] for path in example_pictures()]
                 gr.Examples(pictures, [editor], label="Example pictures", elem_id="examples")
                 hint = "Ask about the picture"
                 question = gr.Textbox("", label="Question", placeholder=hint, elem_id="question")

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mmkv import chat
+from mmkv.loading.names import DEFAULT_MODEL
 from mmkv.terminal import bind
 
 # The page loads nothing from other servers, and no other page can embed it.
@@ -42,7 +43,7 @@ def _with_headers(app: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def serving(
-    models: Sequence[str] = ("builtin",),
+    models: Sequence[str] = (DEFAULT_MODEL,),
     *,
     host: str = "127.0.0.1",
     port: int | None = 7860,

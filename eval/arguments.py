@@ -18,8 +18,8 @@ from mmkv.terminal import say
 DataOption = Annotated[
     str | None,
     typer.Option(
-        help="builtin; a published file or folder; stdlib, for continuation, needle and ruler; or "
-        "drawings, for description, mmvet and needle. [default: what the model can read]"
+        help="A published file or folder; novels, for continuation, documents, needle and ruler; "
+        "or drawings, for description, mmvet and needle. [default: what the model can read]"
     ),
 ]
 BudgetsOption = Annotated[
@@ -38,7 +38,7 @@ PolicyOption = Annotated[
     typer.Option(
         metavar="NAME=VALUE",
         callback=checked(names.check_pair),
-        help="For every policy that has it. With the built-in data, window=8 by default.",
+        help="For every policy that has it.",
     ),
 ]
 MapOption = Annotated[

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from mmkv.budgets import DEFAULT
+from mmkv.loading.names import DEFAULT_MODEL, SMOLLM2
 from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption, checked, one_of
 from mmkv.terminal import Table, check_place, console, say, show_errors
 
@@ -43,7 +44,7 @@ def eval_command(
             "prompts, cnn_dailymail or xsum."
         ),
     ],
-    model: ModelOption = "builtin",
+    model: ModelOption = DEFAULT_MODEL,
     data: arguments.DataOption = None,
     policies: Annotated[
         str,
@@ -76,7 +77,7 @@ def eval_command(
     ] = None,
     length: arguments.LengthOption = None,
     questions: Annotated[
-        int, typer.Option(min=1, help="For each context, at most; ruler and built-in mmvet only.")
+        int, typer.Option(min=1, help="For each context, at most; ruler, and mmvet of drawings.")
     ] = 1,
     image_folder: arguments.ImagesOption = None,
     max_length: Annotated[
@@ -96,7 +97,7 @@ def eval_command(
     A policy's window can be larger than a small budget: such rows hold the reason in `error`, and
     the report counts them; --option window=8 makes it smaller.
     """
-    from .suites.registry import BUILTIN, default_data, load_suite
+    from .suites.registry import default_data, load_suite
 
     sizes, metric_names = budget_list(budgets, BUDGETS, memory), split(metrics)
     check_metrics(metric_names)
@@ -120,7 +121,7 @@ def eval_command(
     options = parse_options(option or [])
     policy_texts = list_policies() if policies == "all" else split(policies)
     names = with_question(policy_texts, question)
-    check_arguments(names, sizes, metric_names, options, builtin=data == BUILTIN)
+    check_arguments(names, sizes, metric_names, options)
     processes = find_processes(device)
     if processes.num_processes > 1:
         if device_map is not None:
@@ -158,7 +159,7 @@ def _check_readable(loaded: Loaded, samples: Sequence[Sample]) -> None:
 @commands.command("check", short_help="Find the smallest cache for your prompts.")
 @show_errors
 def check_command(
-    model: ModelOption = "builtin",
+    model: ModelOption = SMOLLM2,
     prompts: arguments.PromptsOption = None,
     within: Annotated[float, typer.Option(help="Tolerated divergence, nats a token.")] = 0.05,
     policies: Annotated[
@@ -280,7 +281,7 @@ def calibrate_command(
         ),
     ] = "condense",
     budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = str(DEFAULT),
-    model: ModelOption = "builtin",
+    model: ModelOption = DEFAULT_MODEL,
     suite: arguments.SuiteOption = None,
     data: arguments.DataOption = None,
     limit: arguments.LimitOption = 10,
@@ -364,7 +365,7 @@ def plot_command(
     ] = "prefixkv,xkv,squeeze,pyramidkv,snapkv",
     budget: arguments.BudgetsOption = None,
     memory: arguments.MemoryOption = None,
-    model: ModelOption = "builtin",
+    model: ModelOption = DEFAULT_MODEL,
     suite: arguments.SuiteOption = None,
     data: arguments.DataOption = None,
     sample: Annotated[int, typer.Option(min=0, help="Number of the suite's sample.")] = 0,

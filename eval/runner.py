@@ -56,7 +56,7 @@ def run(
     options: Mapping[str, Any] | None = None,
     batch_size: int = 8,
     model_name: str | None = None,
-    data: str = "builtin",
+    data: str = "",
     limit: int | None = None,
     max_length: int | None = None,
     seed: int = 0,
@@ -90,9 +90,7 @@ def run(
         ValueError: bad arguments, a policy that this model cannot have, or a folder with a run of
             other settings.
     """
-    variants = check_arguments(
-        policies, budgets, metrics, options, builtin=data == "builtin", exact=exact
-    )
+    variants = check_arguments(policies, budgets, metrics, options, exact=exact)
     budgets = [number(budget) for budget in budgets]
     if not samples:
         raise ValueError("no samples")
@@ -192,14 +190,13 @@ def check_arguments(
     metrics: Sequence[str],
     options: Mapping[str, Any] | None = None,
     *,
-    builtin: bool = False,
     exact: bool = True,
 ) -> list[Variant]:
     """Return the policies, the full cache first. Raises ValueError for bad arguments."""
     check_metrics(metrics)
     if not budgets or not policies:
         raise ValueError("no budgets" if policies else "no policies")
-    variants = parse_variants(policies, options, builtin=builtin, exact=exact)
+    variants = parse_variants(policies, options, exact=exact)
     full = [v for v in variants if v.label == FULL]
     if not full and {"rouge", *COMPARED} & {*metrics}:
         full = parse_variants([FULL])

@@ -30,7 +30,7 @@ def words(text: str) -> int:
 class Request:
     """The selection of a suite's samples that a user wants."""
 
-    data: Path  # a file or folder, or a word that stands for other data, such as "stdlib"
+    data: Path  # a file or folder, or a word that stands for other data, such as "novels"
     limit: int | None = None  # number of samples; the tasks of a suite take turns
     tasks: list[str] | None = None
     image_folder: Path | None = None  # None: `images` beside the data file, else its folder
@@ -113,17 +113,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite's loaders of published and of built-in data, and the options that it supports."""
+    """A suite's loaders of files and of drawings, and the options that it supports."""
 
     load: Callable[[Request], Iterable[Sample]]
-    builtin: Callable[[Request], Iterable[Sample]] | None = None
-    size: int | None = None  # number of built-in samples; None: those that there are
+    drawn: Callable[[Request], Iterable[Sample]] | None = None
+    size: int | None = None  # number of drawn samples; None: those that there are
     note: str = ""  # why figures on published data do not compare with published ones
     metric: str | None = None  # of every sample; None: each has its own, or none
     options: tuple[str, ...] = ()  # of a request, that it takes: "tasks", "length", "questions"
-    words: tuple[str, ...] = ()  # that `data` may be, such as "stdlib"
-    wants: str = ""  # description of `data`, for a suite without built-in data
-    lengths: tuple[int, ...] = ()  # tokens of built-in prompts, if `options` have "length"
+    words: tuple[str, ...] = ()  # that `data` may be, "drawings" or "novels"; the default first
+    wants: str = ""  # description of `data`, for a suite without `words`
 
 
 def _picture_digest(image: Any) -> str:

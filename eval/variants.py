@@ -20,8 +20,6 @@ from .store import HIDDEN, QUESTION, QUESTIONS
 
 logger = logging.getLogger(__name__)
 
-# Built-in prompts are short: a window of 32 tokens would exceed a budget of a tenth.
-BUILTIN_WINDOW = 8
 PROFILE, KV_DTYPE, CHUNKS = "profile", "kv_dtype", "evict_chunks"
 
 
@@ -69,11 +67,7 @@ class Variant:
 
 
 def parse_variants(
-    policies: Sequence[str],
-    options: Mapping[str, Any] | None = None,
-    *,
-    builtin: bool = False,
-    exact: bool = True,
+    policies: Sequence[str], options: Mapping[str, Any] | None = None, *, exact: bool = True
 ) -> list[Variant]:
     """Return variants of policies by name, each with its options.
 
@@ -81,7 +75,6 @@ def parse_variants(
         policies: "name" or "name:option=value:option=value"; besides the policy's options,
             "profile", "kv_dtype", "evict_chunks" with the tokens of a chunk, and "question=hidden".
         options: passed to every policy that has them; one that no policy has is refused.
-        builtin: whether the data is built in: windows are then 8 tokens by default.
         exact: whether `least` is 0 by default, in place of the policy's own.
 
     Raises:
@@ -90,7 +83,7 @@ def parse_variants(
     options, used = dict(options or {}), set[str]()
     variants: dict[str, Variant] = {}
     for text in policies:
-        variant, known = _parse(text, options, builtin, exact)
+        variant, known = _parse(text, options, exact)
         used |= known
         if variant.label in variants:
             raise ValueError(f"policy {variant.label!r} is named twice")
@@ -101,9 +94,7 @@ def parse_variants(
     return list(variants.values())
 
 
-def _parse(
-    text: str, options: Mapping[str, Any], builtin: bool, exact: bool
-) -> tuple[Variant, set[str]]:
+def _parse(text: str, options: Mapping[str, Any], exact: bool) -> tuple[Variant, set[str]]:
     """Return one variant, and the names of its policy's options."""
     name, *parts = text.strip().split(":")
     name = policy_class(name).name
@@ -116,11 +107,8 @@ def _parse(
         raise ValueError(f"evict_chunks={chunk!r}: expected the tokens of a chunk, 1 or more")
     if kv_dtype is not None:
         codes.check(kv_dtype)
-    alone = get_policy(name, **own_options)
-    known = set(alone.flat())
+    known = set(get_policy(name, **own_options).flat())
     shared = {k: v for k, v in options.items() if k in known}
-    if builtin and "window" in known and alone.window_size:
-        shared = {"window": BUILTIN_WINDOW} | shared
     policy_options = (exact_share(name) if exact else {}) | shared | own_options
     policy = get_policy(name, **policy_options)
     if policy.layers.learns:

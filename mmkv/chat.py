@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmkv import adapters, budgets, memory
 from mmkv.loading import models
-from mmkv.loading.names import DTYPES
+from mmkv.loading.names import DEFAULT_MODEL, DTYPES
 from mmkv.names import split_pair
 from mmkv.picture import check_size
 from mmkv.policy import Policy
@@ -104,15 +104,18 @@ def flat(hint: Any) -> list[Any]:
 
 
 def load(
-    name: str = "builtin", device: str = "auto", dtype: str = "auto", device_map: str | None = None
+    name: str = DEFAULT_MODEL,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
 ) -> Loaded:
-    """Load a model by its name: the built-in one, SmolLM2, or one that transformers loads.
+    """Load a model by its name: a built-in one, or one that transformers loads.
 
     Args:
-        name: "builtin", "smollm2", a folder, a .gguf file, or a hub's id.
+        name: "smollm2-vision", "smollm2", a folder, a .gguf file, or a hub's id.
         device: "auto" is the GPU where there is one.
-        dtype: one of `DTYPES`; "auto" is that of the saved weights (float32 for the first two
-            names and for GGUF files).
+        dtype: one of `DTYPES`; "auto" is that of the saved weights (float32 for the
+            built-in models and for GGUF files).
         device_map: of transformers, in place of a device; "auto" spreads over all GPUs.
 
     Raises:

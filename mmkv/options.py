@@ -85,9 +85,7 @@ def check_alone(memory: str | None, **others: str | None) -> None:
             )
 
 
-MODELS = (
-    "builtin, smollm2, smollm2-vision, a folder, a .gguf file, or an id that transformers loads"
-)
+MODELS = "smollm2-vision, smollm2, a folder, a .gguf file, or an id that transformers loads"
 ModelOption = Annotated[str, typer.Option(help=f"{MODELS}.", callback=checked(models.file_of))]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 DtypeOption = Annotated[

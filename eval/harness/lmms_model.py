@@ -15,6 +15,7 @@ from tqdm import tqdm
 from mmkv.chat import load, on_device
 from mmkv.eval.prompts import encode, longest
 from mmkv.eval.variants import plugin_arguments
+from mmkv.loading.names import DEFAULT_MODEL
 from mmkv.wrapping import wrap
 
 _DEFAULTS = {"max_new_tokens": 1024, "num_beams": 1}
@@ -35,7 +36,7 @@ class MMKV(lmms):
 
     def __init__(
         self,
-        pretrained: str = "builtin",
+        pretrained: str = DEFAULT_MODEL,
         policy: str = "prefixkv",
         budget: float | int | str | None = 0.5,
         profile: str | None = None,

@@ -24,7 +24,7 @@ from mmkv.eval.arguments import (
     split,
 )
 from mmkv.eval.speed.cards import CARDS
-from mmkv.loading.names import DTYPES, NAMES, file_of
+from mmkv.loading.names import DTYPES, NAMES, SMOLLM2, file_of
 from mmkv.options import (
     MODELS,
     BudgetOption,
@@ -63,7 +63,7 @@ _Model = Annotated[str, typer.Option(help=_MODELS, callback=checked(_check_model
 @commands.command("bench", short_help="Measure the speed and memory of policies.")
 @show_errors
 def bench_command(
-    model: _Model = "builtin",
+    model: _Model = SMOLLM2,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 4096,
     new: Annotated[int, typer.Option(min=2, help="Tokens generated in each round.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 4,

@@ -1,17 +1,13 @@
 """Continuation: the perplexity of a text's continuation after its beginning.
 
-Data is a text file, a folder of them, or "stdlib": one module in twelve of the Python standard
-library, which every machine has.
+Data is a text file, a folder of them, or the package's novels, chapter by chapter.
 """
 
 from __future__ import annotations
 
 import bisect
 import re
-import sysconfig
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from mmkv.eval.samples import DataError, Request, Sample, Suite
 from mmkv.eval.suites import files
@@ -21,17 +17,14 @@ LENGTH = 1024  # tokens of a prompt and its continuation
 _SHARES = (0.65625, 0.75, 1)
 _MOST_LETTERS = 12  # per token: longer beginnings of texts are not read
 SUFFIXES = (".txt", ".md", ".py")
-_TESTS = {"test", "tests", "idle_test", "site-packages"}
-NOTE = "texts are this machine's own"
+NOTE = "texts are novels or the user's own"
 
 
 def load(request: Request) -> Iterator[Sample]:
     """Yield a sample of each text that is long enough, cut between two words of one line."""
     length, any_text = request.length or LENGTH, False
-    stdlib = files.stands_for(request.data, files.STDLIB)
-    paths = library() if stdlib else files.text_files(request.data, *SUFFIXES)
-    for name, path in paths.items():
-        text = files.read_text(path)[: _MOST_LETTERS * length]
+    for name, whole in files.texts(request.data, *SUFFIXES):
+        text = whole[: _MOST_LETTERS * length]
         context_end, start, end = cuts(text, request.count, [x * length for x in _SHARES])
         if end is not None:
             any_text = True
@@ -39,20 +32,6 @@ def load(request: Request) -> Iterator[Sample]:
             yield Sample.about(*parts, id=name, chat=False, max_new_tokens=64)
     if not any_text:
         raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
-
-
-def library() -> dict[str, Path]:
-    """Return one in twelve of the standard library's modules by name, without tests.
-
-    A hash of the name selects them, so they are the same for every copy of a Python version.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    modules = {path.relative_to(root): path for path in sorted(root.rglob("*.py"))}
-    return {
-        name.as_posix(): path
-        for name, path in modules.items()
-        if not _TESTS & set(name.parts) and zlib.crc32(name.as_posix().encode()) % 12 == 0
-    }
 
 
 def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> list[int | None]:
@@ -63,5 +42,4 @@ def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> lis
     return [places[i] if i < len(places) else None for i in firsts]
 
 
-_WANTS = "a folder, or stdlib"
-SUITE = Suite(load, note=NOTE, options=("length",), words=(files.STDLIB,), wants=_WANTS)
+SUITE = Suite(load, note=NOTE, options=("length",), words=(files.NOVELS,))

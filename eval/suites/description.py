@@ -2,7 +2,8 @@
 
 Published data is a JSON list of `{"id", "image", "conversations": [{"from": "human", "value":
 "<image>\\n..."}, {"from": "gpt", "value": ...}]}` and a folder of pictures. The suite is the one
-that PrefixKV reports perplexity and ROUGE on (arXiv 2412.03409). Built-in data are held-out scenes.
+that PrefixKV reports perplexity and ROUGE on (arXiv 2412.03409). With "drawings" as
+data, pictures are held-out drawn scenes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from mmkv.builtin import drawings, scenes
+from mmkv.builtin import drawings
 from mmkv.eval.samples import Request, Sample, Suite
 from mmkv.eval.suites import files
 
@@ -47,17 +48,18 @@ def _turns(entry: files.Entry) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def builtin(request: Request) -> Iterator[Sample]:
-    """Yield samples of held-out scenes or `drawings`, each with its description as reference."""
-    drawn = files.stands_for(request.data, files.DRAWINGS)
-    source: Any = drawings if drawn else scenes
+def drawn(request: Request) -> Iterator[Sample]:
+    """Yield samples of drawn scenes, each with its description as reference."""
     for seed in itertools.count():
-        scene, rng = source.make_scene(seed), random.Random(f"description:{seed}")
-        question = source.describe_question("the picture", rng)
-        fields: Any = {"images": (source.draw(scene),), "answers": (source.describe(scene),)}
-        fields |= {"tags": (f"objects={len(scene.objects)}",)}
-        fields |= {"max_new_tokens": 160 if drawn else 96}
-        yield Sample(id=f"scene-{seed}", prompt=question, **fields)
+        scene, rng = drawings.make_scene(seed), random.Random(f"description:{seed}")
+        yield Sample(
+            id=f"scene-{seed}",
+            prompt=drawings.describe_question("the picture", rng),
+            images=(drawings.draw(scene),),
+            answers=(drawings.describe(scene),),
+            tags=(f"objects={len(scene.objects)}",),
+            max_new_tokens=160,
+        )
 
 
-SUITE = Suite(load, builtin, 50, words=(files.DRAWINGS,))
+SUITE = Suite(load, drawn, 20, words=(files.DRAWINGS,))

@@ -140,5 +140,4 @@ TASKS: dict[str, Callable[[str, str, int, random.Random], Sample]] = {
     "question": _question,
     "needle": _needle,
 }
-_WANTS = "novels, a folder of .txt files, or one such file"
-SUITE = Suite(load, note=NOTE, options=("tasks", "length"), words=(files.NOVELS,), wants=_WANTS)
+SUITE = Suite(load, note=NOTE, options=("tasks", "length"), words=(files.NOVELS,))

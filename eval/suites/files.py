@@ -15,13 +15,13 @@ from mmkv.loading import untrusted
 # Limits against wrong or hostile files; published ones are far below them.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 32 * 2**20
-# Values of `data` that name texts of Python, pictures that mmkv draws, and novels in the package.
-STDLIB, DRAWINGS, NOVELS = "stdlib", "drawings", "novels"
+# Values of `data` that name pictures that mmkv draws, and novels in the package.
+DRAWINGS, NOVELS = "drawings", "novels"
 _NOVELS = Path(__file__).parents[1] / "novels.txt.xz"
 
 
 def stands_for(data: Path, word: str) -> bool:
-    """Return whether data is this word (such as `STDLIB`) and not an existing path."""
+    """Return whether data is this word (such as `NOVELS`) and not an existing path."""
     return str(data) == word and not data.exists()
 
 
@@ -42,6 +42,15 @@ def text_files(data: Path, *suffixes: str) -> dict[str, Path]:
         return {data.name: data}
     paths = sorted(path for path in data.rglob("*") if path.suffix in suffixes)
     return {path.relative_to(data).as_posix(): path for path in paths}
+
+
+def texts(data: Path, *suffixes: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and content of each novel's chapter, or of each text of a folder or file."""
+    if stands_for(data, NOVELS):
+        yield from novels().items()
+        return
+    for name, path in text_files(data, *suffixes).items():
+        yield name, read_text(path)
 
 
 def novels() -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmkv.eval.samples import DataError, Request, Sample, Suite, interleave
-from mmkv.eval.suites import files, longbench_builtin
+from mmkv.eval.suites import files
 
 PROMPTS_FILE, LENGTHS_FILE = "dataset2prompt.json", "dataset2maxlen.json"
 OWN_WORDING = f"prompts are worded here: {PROMPTS_FILE} and {LENGTHS_FILE} are not beside the data"
@@ -147,4 +147,4 @@ def _read_task(task: Sample, path: Path) -> Iterator[Sample]:
         )
 
 
-SUITE = Suite(load, longbench_builtin.load, options=("tasks",))
+SUITE = Suite(load, options=("tasks",), wants="a folder of JSONL files, one a task")

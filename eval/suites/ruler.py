@@ -2,8 +2,7 @@
 
 Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language Models?", arXiv
 2404.06654, table 2 and appendix B. Prompts and haystacks are not the paper's, so that
-scores do not compare with published ones. The built-in data is a small form: needles among the
-records of look-up texts, which the built-in model was trained to answer.
+scores do not compare with published ones.
 """
 
 from __future__ import annotations
@@ -19,17 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mmkv.builtin import texts
 from mmkv.eval.samples import DataError, Request, Sample, Suite
 from mmkv.eval.suites import files, needle
-from mmkv.eval.suites.longbench_builtin import sentences
 
-NOTE = "the haystack is the user's own, and the prompts are worded here"
+NOTE = "the haystack is novels or the user's own, and the prompts are worded here"
 EACH = 20  # samples of each task
 LENGTH = 4096  # tokens of a prompt and its answer
-BUILTIN_LENGTHS = (256, 512, 768, 1024)
 
-_NOISE = "The road goes on. Birds sing in the tree. It may rain later. Nobody is in a hurry. "
+_NOISE = [
+    "The road goes on.",
+    "Birds sing in the tree.",
+    "It may rain later.",
+    "Nobody is in a hurry.",
+]
 Question = tuple[str, tuple[str, ...]]  # its text and its answers
 # What a task makes: the text before the haystack, the parts hidden in it, and questions.
 Parts = tuple[str, list[str], list[Question]]
@@ -55,21 +56,6 @@ def load(request: Request) -> Iterator[Sample]:
     return request.in_turns(TASKS, EACH, make)
 
 
-def builtin(request: Request) -> Iterator[Sample]:
-    """Return samples of the small form; the tasks take turns."""
-
-    def make(name: str, number: int) -> list[Sample]:
-        length = BUILTIN_LENGTHS[number % len(BUILTIN_LENGTHS)]
-        seed = 500_000 + 10_000 * list(BUILTIN).index(name) + number
-        lookup = texts.make_lookup(seed, length, records=BUILTIN[name])
-        first = random.Random(f"ruler:{name}:{number}").randrange(len(lookup.questions))
-        chosen = [*lookup.questions[first:], *lookup.questions[:first]][: request.questions]
-        questions = [(question.text, (question.answer,)) for question in chosen]
-        return _samples(name, number, f"{lookup.text} ", questions, length, 8)
-
-    return request.in_turns(BUILTIN, EACH, make)
-
-
 @dataclass(frozen=True)
 class _Contexts:
     """Contexts of the tasks on passages by task, or on words of a haystack."""
@@ -92,7 +78,7 @@ class _Contexts:
         header, hidden, questions = parts_of(rng, size, self.readings.get(name, []))
         parts = list[str]()  # without a haystack there are only the hidden parts
         if haystack == "noise":
-            parts = sentences((_NOISE * (size // 16 + 1)).strip())[: size // 4]
+            parts = (_NOISE * (size // 16 + 1))[: size // 4]
         elif haystack == "text":
             start = rng.randrange(max(1, len(self.words) - size))
             parts = [*self.words[start : start + size]]
@@ -245,8 +231,6 @@ TASKS: dict[str, tuple[Callable[..., Parts], str, int]] = {
     "qa_squad": (_qa, "", 32),
     "qa_hotpot": (_qa, "", 32),
 }
-# Tasks of the built-in form, and the number of records in a text; None: as many as fit.
-BUILTIN = {"niah_single_1": 1, "niah_multikey_1": 4, "niah_multikey_2": None}
 
 
 def _readings(folder: Path, task: str) -> list[Reading]:
@@ -295,10 +279,5 @@ _READINGS = {
 }
 _OPTIONS = ("tasks", "length", "questions")
 SUITE = Suite(
-    load,
-    builtin,
-    note=NOTE,
-    lengths=BUILTIN_LENGTHS,
-    options=_OPTIONS,
-    words=(files.STDLIB, files.NOVELS),
+    load, note=NOTE, options=_OPTIONS, words=(files.NOVELS,), wants="a folder of .txt files"
 )

@@ -10,32 +10,39 @@ from __future__ import annotations
 import math
 import random
 import re
+import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image, ImageDraw, ImageFont
 
-from mmkv.builtin import scenes
-from mmkv.builtin.scenes import (
-    PLACES,
-    Kind,
-    Object,
-    Question,
-    Scene,
-    Split,
-    count_of,
-    of_split,
-    plural,
-    tinted,
-)
 from mmkv.loading.names import ORDINALS
 
 Point = tuple[float, float]
+Kind = Literal["shape", "word", "number"]
+Split = Literal["train", "heldout"]
 
-_BASE = list(scenes.COLORS.items())
-_MORE = [("pink", (250, 150, 190)), ("brown", (120, 75, 40))]
-COLORS = dict([*_BASE[:6], *_MORE, *_BASE[6:]])  # seeds draw from them in this order
+# Seeds draw from them in this order.
+COLORS: dict[str, tuple[int, int, int]] = {
+    "red": (215, 40, 40),
+    "orange": (245, 140, 25),
+    "yellow": (245, 220, 50),
+    "green": (40, 150, 60),
+    "blue": (45, 85, 215),
+    "purple": (130, 50, 160),
+    "pink": (250, 150, 190),
+    "brown": (120, 75, 40),
+    "black": (25, 25, 25),
+    "white": (252, 252, 252),
+}
+PLACES = (
+    *("top left", "top center", "top right"),
+    *("middle left", "center", "middle right"),
+    *("bottom left", "bottom center", "bottom right"),
+)
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SIZES = {"small": (0.36, 0.48), "large": (0.74, 0.9)}  # shares of a cell
 _WORDS = (
     "apple arm baby back ball bank bath bear bed bell bird boat body bone book boot bowl box boy "
@@ -55,6 +62,67 @@ _WORDS = (
 WORDS = tuple(_WORDS.split())
 
 
+@dataclass(frozen=True, kw_only=True)
+class Object:
+    """One thing in a cell: a shape, or a printed word or number.
+
+    Its `name` is the shape's, the word, or the digits; `size` is "small" or "large", "" of print;
+    `dx`, `dy` and `extent` are fractions of a grid cell; `tint` is added to the colour.
+    """
+
+    kind: Kind = "shape"
+    name: str
+    color: str
+    place: str
+    size: str = ""
+    dx: float = 0.0
+    dy: float = 0.0
+    extent: float = 0.7
+    tint: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def phrase(self) -> str:
+        """Noun phrase without an article: "large red circle", 'word "apple" in red'."""
+        if self.kind == "shape":
+            return f"{self.size} {self.color} {self.name}".lstrip()
+        name = f'"{self.name}"' if self.kind == "word" else self.name
+        return f"{self.kind} {name} in {self.color}"
+
+    @property
+    def short(self) -> str:
+        """Short name: "red circle", 'word "apple"'."""
+        return f"{self.color} {self.name}" if self.kind == "shape" else self.phrase.split(" in ")[0]
+
+    @property
+    def sentence(self) -> str:
+        """Sentence that tells its place: "A large red circle is at the top left."."""
+        article = "A" if self.kind == "shape" else "The"
+        if self.phrase[0] in "aeiou":
+            article = "An"
+        return f"{article} {self.phrase} is at the {self.place}."
+
+    @property
+    def row_column(self) -> tuple[int, int]:
+        """Row and column of the cell, from 0."""
+        return divmod(PLACES.index(self.place), 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """Things in reading order, at most one in a cell, on a plain background."""
+
+    objects: tuple[Object, ...]
+    background: tuple[int, int, int] = (185, 185, 185)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question about a picture and its right answer."""
+
+    text: str
+    answer: str
+
+
 def make_scene(
     seed: int, split: Split = "heldout", count: int | None = None, printed: int | None = None
 ) -> Scene:
@@ -62,8 +130,21 @@ def make_scene(
 
     `printed` of them are words or numbers, by default at most one of each.
     """
+    if count is not None and not 1 <= count <= len(PLACES):
+        raise ValueError(f"count must be 1 to {len(PLACES)}, got {count}")
+    if split not in ("train", "heldout"):
+        raise ValueError(f"split must be 'train' or 'heldout', got {split!r}")
     rng = random.Random(f"drawing:{split}:{seed}:{count}:{printed}")
-    return of_split(split, count, rng, lambda n: _random_scene(rng, n, printed))
+    while True:
+        scene = _random_scene(rng, count if count is not None else rng.randint(2, 6), printed)
+        if _is_heldout(scene) == (split == "heldout"):
+            return scene
+
+
+def _is_heldout(scene: Scene) -> bool:
+    """Return whether a scene is held out, as one in eight is by a checksum of its content."""
+    content = ";".join(f"{x.phrase} {x.place}" for x in scene.objects)
+    return zlib.crc32(content.encode()) % 8 == 0
 
 
 def _random_scene(rng: random.Random, count: int, printed: int | None) -> Scene:
@@ -83,7 +164,16 @@ def _random_scene(rng: random.Random, count: int, printed: int | None) -> Scene:
         while thing.short in [x.short for x in things]:
             thing = _random_thing(rng, kind, PLACES[place])
         things.append(thing)
-    return Scene(objects=tuple(things), background=tinted(rng, rng.randint(140, 205)))
+    return Scene(objects=tuple(things), background=_tinted(rng, rng.randint(140, 205)))
+
+
+def _tinted(rng: random.Random, grey: int = 0) -> tuple[int, int, int]:
+    """Return a grey with a slight random tint."""
+    return (
+        grey + rng.randint(-12, 12),
+        grey + rng.randint(-12, 12),
+        grey + rng.randint(-12, 12),
+    )
 
 
 def _random_thing(rng: random.Random, kind: Kind, place: str) -> Object:
@@ -102,7 +192,7 @@ def _random_thing(rng: random.Random, kind: Kind, place: str) -> Object:
         dx=rng.uniform(-shift, shift),
         dy=rng.uniform(-shift, shift),
         extent=extent,
-        tint=tinted(rng),
+        tint=_tinted(rng),
     )
 
 
@@ -237,15 +327,15 @@ def ask(scene: Scene, rng: random.Random, which: str = "the picture") -> Questio
         text = f"What is at the {place} of {which}?"
         answer = at_place[0].sentence if at_place else f"Nothing is at the {place}."
     elif kind == "count":
-        text, answer = f"How many things are {inside}?", count_of(len(scene.objects), "thing")
+        text, answer = f"How many things are {inside}?", _count_of(len(scene.objects), "thing")
     elif kind == "shapes":
         name = rng.choice((shape.name, rng.choice(SHAPES)))
-        text = f"How many {plural(name)} are {inside}?"
-        answer = count_of(sum(x.name == name for x in scene.objects), name)
+        text = f"How many {_plural(name)} are {inside}?"
+        answer = _count_of(sum(x.name == name for x in scene.objects), name)
     elif kind == "colors":
         color = rng.choice((shape.color, rng.choice(tuple(COLORS))))
         text = f"How many {color} shapes are {inside}?"
-        answer = count_of(sum(x.color == color for x in shapes), f"{color} shape")
+        answer = _count_of(sum(x.color == color for x in shapes), f"{color} shape")
     elif kind == "color":
         text = f"What color is the {shape.name} at the {shape.place} of {which}?"
         answer = f"The {shape.name} is {shape.color}."
@@ -278,6 +368,17 @@ def ask(scene: Scene, rng: random.Random, which: str = "the picture") -> Questio
         text = f"Where is the {thing.short} {inside}?"
         answer = f"The {thing.short} is at the {thing.place}."
     return Question(text=text, answer=answer)
+
+
+def _count_of(number: int, noun: str) -> str:
+    """Return the number in a sentence: "There are two objects in the picture."."""
+    amount = f"is one {noun}" if number == 1 else f"are {NUMBERS[number]} {_plural(noun)}"
+    return f"There {amount} in the picture."
+
+
+def _plural(noun: str) -> str:
+    """Return the plural of `noun`."""
+    return f"{noun}es" if noun.endswith("s") else f"{noun}s"
 
 
 def find_question(

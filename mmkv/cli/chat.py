@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmkv import options as cli_options
+from mmkv.loading.names import DEFAULT_MODEL
 from mmkv.terminal import check_place, console, install_hint, of_bytes, say, show_errors, write
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def chat(
     profile: cli_options.ProfileOption = None,
     kv_dtype: cli_options.KvDtypeOption = None,
     memory: cli_options.MemoryOption = None,
-    model: cli_options.ModelOption = "builtin",
+    model: cli_options.ModelOption = DEFAULT_MODEL,
     device: cli_options.DeviceOption = "auto",
     dtype: cli_options.DtypeOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 80,

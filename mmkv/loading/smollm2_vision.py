@@ -1,6 +1,6 @@
 """smollm2-vision: a LLaVA whose text model is SmolLM2, assembled once in the user's cache.
 
-Only the trained parts are shipped (`mmkv.builtin.training.vision`): a vision tower of the shape of
+Only the trained parts are shipped (`mmkv.builtin.training.train`): a vision tower of the shape of
 a small CLIP, a projector, and low-rank updates that are added to the weights of the text layers.
 The cache contains an ordinary checkpoint of `LlavaForConditionalGeneration`.
 """

@@ -23,8 +23,10 @@ from rich.console import Console
 import mmkv
 from helpers.commands import complaint, run
 from helpers.models import make_inputs, make_model
+from helpers.picture_chat import LAYERS, make_picture_chat, picture_chat
+from helpers.profiles import profile_of
 from mmkv import chat, names, parts, registry, terminal
-from mmkv.builtin import WEIGHTS, example_pictures
+from mmkv.builtin import example_pictures
 from mmkv.cache import codes
 from mmkv.cli import commands
 from mmkv.cli.chat import verdict
@@ -45,15 +47,10 @@ def picture():
     return example_pictures()[0]
 
 
-@pytest.fixture(scope="module")
-def builtin():
-    return chat.load()
-
-
 @pytest.fixture
-def load(monkeypatch, builtin):
-    """Commands get the built-in model without loading it again."""
-    monkeypatch.setattr(chat, "load", lambda *args: builtin)
+def load(monkeypatch):
+    """Commands get a tiny model."""
+    monkeypatch.setattr(chat, "load", lambda *args: picture_chat())
 
 
 @pytest.fixture
@@ -71,9 +68,7 @@ def ask(capsys, load):
 @pytest.mark.usefixtures("load")
 class TestChat:
     @pytest.mark.slow
-    def test_shows_answers_and_bytes_per_layer_and_writes_a_png(
-        self, capsys, picture, tmp_path, builtin
-    ):
+    def test_shows_answers_and_bytes_per_layer_and_writes_a_png(self, capsys, picture, tmp_path):
         words = ("chat", picture, QUESTION, "--budget", 0.2, "--out", tmp_path, *SHORT)
         out, err, code = run(capsys, *words)
         assert (code, "kept per head" in out) == (0, False)
@@ -83,7 +78,6 @@ class TestChat:
         for text in (
             QUESTION,
             "144 of them image tokens",
-            "the built-in model knows only drawn, coloured shapes",
             "full cache: ",
             "condense, budget 0.2: ",
             "least=64 keeps 64 of",
@@ -91,9 +85,8 @@ class TestChat:
             f"kept patches: {png}",
         ):
             assert text in out
-        layers = builtin.model.config.text_config.num_hidden_layers
         rows = [x for x in out.splitlines() if x.strip("│ ").split("│")[0].strip().isdigit()]
-        assert len(rows) == layers
+        assert len(rows) == LAYERS
         with Image.open(png) as image:
             assert image.format == "PNG"
             assert min(image.size) > 300
@@ -113,7 +106,7 @@ class TestChat:
             found = json.loads(out)
             assert found["answer"] == answers[question]
             assert found["context"]["made"] == (i == 0)
-            assert 144 < found["context"]["tokens"] < 155
+            assert 144 < found["context"]["tokens"] < 165
 
     @pytest.mark.slow
     def test_a_context_is_of_a_picture_and_of_one_wrap(self, capsys, picture, tmp_path):
@@ -230,13 +223,13 @@ class TestChat:
         assert found[0] == found[1] != found[2]
 
     @pytest.mark.slow
-    def test_a_profile_gives_the_budget_and_curves_serve_every_one(self, ask, tmp_path, builtin):
+    def test_a_profile_gives_the_budget_and_curves_serve_every_one(self, ask, tmp_path):
         """... so that without one a fifth is kept, as without a profile."""
-        layers = builtin.model.config.text_config.num_hidden_layers
         path = tmp_path / "profile.json"
-        mmkv.Profile((0.3,) * layers, budget=0.3).save(path)
+        mmkv.Profile((0.3,) * LAYERS, budget=0.3).save(path)
         assert ask("--profile", path)["report"]["budget"] == 0.3
-        assert ask("--profile", WEIGHTS / "mmkv-profile.json")["report"]["budget"] == 0.2
+        profile_of(picture_chat().model).save(path)
+        assert ask("--profile", path)["report"]["budget"] == 0.2
 
     @pytest.mark.slow
     def test_kept_pairs_in_few_bits(self, capsys, ask):
@@ -310,7 +303,7 @@ def test_wrong_use_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     (tmp_path / "text.png").write_text("not a picture")
     (tmp_path / "whole.png").write_bytes(picture.read_bytes())
-    (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:2000])
+    (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:1000])
     assert expected in complaint(capsys, "chat", *words)
 
 
@@ -476,7 +469,7 @@ def test_a_share_of_bytes_sets_tokens_and_type(ask, capsys):
     out, _, code = run(capsys, "chat", LONG, *SHORT, "--memory", "8x")
     assert code == 0
     assert "condense, memory 12.5%: 4 tokens" in out
-    assert re.search(r"\ncache: [\d.]+ of [\d.]+ MiB \([\d.]+%\)\n", out)
+    assert re.search(r"\ncache: [\d.]+ of [\d.]+ KiB \([\d.]+%\)\n", out)
 
 
 def test_a_plan_in_bytes(capsys):
@@ -529,6 +522,7 @@ class TestPlugins:
         assert taking >= {"bench", "calibrate", "chat", "check", "eval", "plan", "plot"}
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("load")
     def test_a_policy_of_a_file(self, capsys, tmp_path):
         file = tmp_path / "random.py"  # it takes no other module's place
         file.write_text(MINE)
@@ -598,6 +592,7 @@ class TestExtras:
         assert (done.returncode, done.stdout, done.stderr.splitlines()) == (0, "", said)
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("load")
     def test_a_chat_needs_none(self, capsys, picture, tmp_path, monkeypatch):
         for module in (
             "matplotlib",
@@ -648,12 +643,13 @@ TYPOS = {
     "chat nowhere.png hi": "no such file",
     "chat --json": "--json needs a question",
     "serve smollm2 --policy snapk": "Did you mean 'snapkv'?",
-    "demo --model biltin": "Did you mean 'builtin'?",
+    "demo --model smollm2-vison": "Did you mean 'smollm2-vision'?",
     "check --policies snapk": "Did you mean 'snapkv'?",
     "check --budgets 0.1,much": "budget 'much'",
     "eval documnts": "Did you mean 'documents'?",
     "eval ruler --tasks niah": "Did you mean 'niah_single_1'?",
-    "eval ruler --length 512": "(256, 512, 768, 1024): leave it out",
+    "eval needle --length 512": "lengths of its own: leave it out",
+    "eval xsum": "--data names a JSONL file",
     "eval description --policies full,snapkv:windw=3": "Did you mean 'window'?",
     "eval description --metrics pl": "metric 'pl'",
     "eval description --question seen": "visible, hidden, both",
@@ -665,8 +661,8 @@ TYPOS = {
     "chat --memory 6% --kv-dtype int8 hi": "leave --kv-dtype int8 out, or --memory",
     "eval description --memory 6%,200%": "memory='200%'",
     "check --memory 6% --budgets 0.2": "leave --budgets 0.2 out, or --memory",
-    "plan builtin --gpu h1000": "gpu 'h1000'",
-    "plan builtin --budget 0": "budget=0",
+    "plan smollm2 --gpu h1000": "gpu 'h1000'",
+    "plan smollm2 --budget 0": "budget=0",
 }
 
 
@@ -730,7 +726,7 @@ def test_a_name_with_an_owner_is_left_to_the_hub():
 def test_a_policy_of_a_plugin_may_be_named_before_its_file(tmp_path):
     """In a process whose registry is not imported yet: a typo would be found without it."""
     (tmp_path / "file.py").write_text(MINE)
-    words = ["plan", "builtin", "--policy", "mine", "--plugin", "file.py", "--gpu", "h1000"]
+    words = ["plan", "smollm2", "--policy", "mine", "--plugin", "file.py", "--gpu", "h1000"]
     code = f"from mmkv.cli.commands import main\nmain({words!r})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100
@@ -740,18 +736,22 @@ def test_a_policy_of_a_plugin_may_be_named_before_its_file(tmp_path):
 
 @pytest.mark.slow
 def test_a_model_from_a_folder(capsys, picture, tmp_path):
-    words = ("--model", WEIGHTS, "--dtype", "bfloat16", "--json", "--out", tmp_path)
+    model, processor = make_picture_chat()
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    capsys.readouterr()  # progress of saving
+    words = ("--model", tmp_path / "model", "--dtype", "bfloat16", "--json", "--out", tmp_path)
     out, _, code = run(capsys, "chat", picture, QUESTION, *words, *SHORT)
     assert code == 0
     assert len(json.loads(out)["png"]) == 1
 
 
 @pytest.mark.slow
-def test_a_text_model_from_a_folder(capsys, picture, builtin, tmp_path):
+def test_a_text_model_from_a_folder(capsys, picture, tmp_path):
     model = make_model("llama")
-    model.resize_token_embeddings(len(builtin.processor.tokenizer), mean_resizing=False)
+    model.resize_token_embeddings(len(picture_chat().tokenizer), mean_resizing=False)
     model.save_pretrained(tmp_path)
-    tokenizer = copy.deepcopy(builtin.processor.tokenizer)
+    tokenizer = copy.deepcopy(picture_chat().tokenizer)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     capsys.readouterr()  # progress of saving
@@ -760,5 +760,5 @@ def test_a_text_model_from_a_folder(capsys, picture, builtin, tmp_path):
     assert (code, err) == (0, "")
     assert json.loads(out)["report"]["kept_fraction"] < 0.6
     words = [word for word in words if word != "--json"]
-    assert "built-in" not in run(capsys, "chat", LONG, *words)[0]
+    assert "this model knows only" not in run(capsys, "chat", LONG, *words)[0]
     assert "reads text only" in complaint(capsys, "chat", picture, QUESTION, *words)

@@ -7,15 +7,23 @@ from rich.console import Console
 
 from helpers.commands import run
 from helpers.marks import cases
+from helpers.picture_chat import picture_chat
 from mmkv import chat
 from mmkv.builtin import example_pictures
 from mmkv.cli.chat import Lines
-from mmkv.demo.conversation import Conversation, Models, Settings
+from mmkv.demo.conversation import Conversation, Settings
+from mmkv.loading import untrusted
+
+QUESTION = "How many objects are in the second picture?"
 
 
-@pytest.fixture(scope="module")
+def picture(i):
+    return untrusted.read_named_picture(example_pictures()[i])
+
+
+@pytest.fixture
 def loaded():
-    return Models(["builtin"], chat.load).get("builtin")
+    return picture_chat()
 
 
 def talk(loaded, *lines: str, terminal: bool = False) -> tuple[str, int, Conversation]:
@@ -47,7 +55,7 @@ def test_two_turns_about_a_picture(loaded, terminal):
     for turn in conversation.turns:
         assert f"full cache: {turn.full.text.strip()}" in out
         assert f"adakv 0.3: {turn.compressed.text.strip()}" in out
-        assert f"{turn.compressed.nbytes / 2**20:.1f} of" in out
+        assert f"{turn.compressed.nbytes / 2**10:.1f} of" in out
         said = f"{turn.compressed.kept:.1%} of the prompt kept, {turn.compressed.tokens} generated"
         assert said in out
         assert turn.compressed.kept == pytest.approx(0.3, abs=0.01)
@@ -122,8 +130,12 @@ def test_an_unknown_command_is_named_before_the_help(loaded):
 
 @pytest.mark.slow
 def test_it_works_in_a_pipe(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("How many objects are in the second picture?\n"))
+    monkeypatch.setattr(chat, "load", lambda *args: picture_chat())
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n"))
     pictures = [word for path in example_pictures()[:2] for word in ("--image", path)]
     out, _, code = run(capsys, "chat", "--max-new-tokens", 8, *pictures)
     assert code == 0
-    assert "full cache: There are three objects" in out
+    inputs = chat.encode(picture_chat(), QUESTION, [picture(0), picture(1)])
+    ids = picture_chat().model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    text = picture_chat().processor.decode(ids[0, inputs["input_ids"].shape[1] :])
+    assert f"full cache: {text}\n" in out

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 import mmkv
 from helpers import zoo
@@ -17,8 +16,6 @@ from helpers.oracle import generate, prefilled, short
 from helpers.profiles import made_up, profile_of
 from helpers.sizes import row_sizes
 from mmkv import calibration, wrapping
-from mmkv.builtin import WEIGHTS, example_pictures, load_builtin
-from mmkv.chat import Loaded, encode
 from mmkv.eval.variants import parse_variants
 from mmkv.forcing import greedy
 from mmkv.parts import Heads, Layers
@@ -426,39 +423,3 @@ class TestMeasure:
         monkeypatch.setattr(calibration, "_REPLY", 1)
         with pytest.raises(ValueError, match="no samples with a reply of two tokens"):
             mmkv.calibrate(make_model("llama"), self.samples(), "condense")
-
-
-class TestBuiltin:
-    """The shipped profile of the built-in model."""
-
-    @pytest.fixture(scope="class")
-    def asked(self):
-        loaded = Loaded("builtin", *load_builtin())
-        inputs = encode(loaded, "Describe the image.", [Image.open(example_pictures()[0])])
-        said = loaded.model.generate(**inputs, max_new_tokens=80, do_sample=False)
-        return loaded.model, inputs, said
-
-    @pytest.mark.slow
-    def test_it_is_used_and_keeps_the_answer(self, asked):
-        model, inputs, full = asked
-        for budget in (0.2, 0.15):
-            with mmkv.wrapped(model, budget=budget, least=0):
-                _, tokens, cache, _ = generate(model, inputs, new=80)
-            assert torch.equal(tokens, full[:, -80:])
-            sizes = [x.state.sizes[0] for x in cache.compressed]
-            assert sum(sizes) == round(budget * 8 * inputs["input_ids"].shape[1])
-            assert len(set(sizes)) > 3
-
-    @pytest.mark.slow
-    def test_it_is_what_its_script_measures(self, asked):
-        """Its first prompts say nearly what all of them do, whatever machine measures."""
-        model, inputs, _ = asked
-        shipped = Profile.load(WEIGHTS / FILE)
-        assert shipped.policy == "condense"
-        found = mmkv.calibrate(model, [inputs], "condense")
-        assert found.model == shipped.model
-        logs = [
-            torch.tensor(p.curves.costs)[..., 1:6].clamp(min=1e-9).log().flatten()
-            for p in (found, shipped)
-        ]
-        assert float(torch.corrcoef(torch.stack(logs))[0, 1]) > 0.7

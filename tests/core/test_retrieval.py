@@ -72,16 +72,6 @@ def test_copy_scores_equal_the_loop(softcap):
     assert found.tolist() == pytest.approx(naive_scores(query, key, 8, 0.5, softcap), abs=1e-5)
 
 
-def test_a_trained_copier_is_found_by_the_probe_of_a_model():
-    """The built-in model knows no copying: its scores are small, and heads stay equal."""
-    model, _ = mmkv.load_builtin()
-    scores = mmkv.probe(model).retrieval
-    assert max(map(max, scores)) < 0.1
-    with mmkv.wrapped(model, "snapkv", 0.2, heads="retrieval", window=8):
-        # Its own profile of `mmkv.calibrate` decides.
-        assert heads_of(model).curves is not None
-
-
 @cases("name", sorted(zoo.CONFIGS), *zoo.FEW)
 def test_the_probe_changes_nothing(name):
     """On a model of every class, of whose layers those that are compressed are measured."""

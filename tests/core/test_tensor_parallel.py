@@ -14,6 +14,7 @@ import mmkv
 from helpers.configs import TEXT
 from helpers.models import make_inputs, make_model
 from helpers.oracle import READING, Variant, options_of
+from helpers.profiles import profile_of
 from mmkv.scores.window import WindowAttention
 
 SPREAD = "spread over 2 processes"
@@ -189,10 +190,10 @@ def test_what_compares_heads_is_refused(spread, policy, options, said):
 
 
 def test_sizes_of_a_profile_are_refused_and_equal_ones_are_not():
-    model, _ = mmkv.load_builtin()
-    model._tp_size = 2
+    model = make_model("llama")
+    profile, model._tp_size = profile_of(model), 2
     with pytest.raises(ValueError, match=r"a profile gives .* use heads='uniform'"):
-        mmkv.wrap(model, "condense", 0.2)
+        mmkv.wrap(model, "condense", 0.2, profile=profile)
     mmkv.wrap(model, "condense", 0.2, heads="uniform")
 
 

@@ -11,8 +11,6 @@ import mmkv
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate
 from mmkv import wrapping
-from mmkv.builtin import load_builtin
-from mmkv.profiles import Profile
 from mmkv.sizes.profiled import VISUAL_FILE, proportional
 
 L, H, G = 3, 2, 2
@@ -120,9 +118,10 @@ def test_without_a_profile_heads_are_equal_and_it_is_said(caplog, monkeypatch):
     assert any(why in note for note in found[1][2].report().notes)
 
 
-def test_the_built_in_model_has_a_profile_of_its_own(caplog):
-    model, _ = load_builtin()
-    with mmkv.wrapped(model, "sparsemm", 0.2):
+def test_a_profile_in_the_models_folder_is_taken(caplog, tmp_path):
+    model = make_model("llava-llama")
+    mmkv.calibrate(model, [with_regions()], "sparsemm").save(tmp_path / VISUAL_FILE)
+    model.config._name_or_path = str(tmp_path)
+    with mmkv.wrapped(model, "sparsemm", 0.2, window=4):
         assert not model._mmkv.plan.policy.heads.equal
     assert "profile" not in caplog.text
-    assert len(Profile.load(mmkv.builtin.WEIGHTS / VISUAL_FILE).visual) == 8

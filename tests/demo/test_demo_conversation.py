@@ -15,6 +15,7 @@ from transformers import LlavaForConditionalGeneration
 
 import mmkv
 from helpers.models import make_model
+from helpers.picture_chat import HEAD_DIM, HEADS, LAYERS, PATCHES, picture_chat
 from mmkv import chat
 from mmkv.builtin import example_pictures
 from mmkv.demo import answer
@@ -28,7 +29,7 @@ SHORT = Settings(policy="prefixkv", max_new_tokens=6)
 
 @pytest.fixture(scope="module")
 def loaded():
-    return Models(["builtin"], lambda name: chat.load(name, device="cpu")).get("builtin")
+    return picture_chat()
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_both_models_have_run_before_they_are_timed(pictures, monkeypatch):
         return generate(self, **options)
 
     monkeypatch.setattr(LlavaForConditionalGeneration, "generate", recorded)
-    talk = Conversation(Models(["builtin"], chat.load).get("builtin"))
+    talk = Conversation(Models(["tiny"], lambda name: picture_chat()).get("tiny"))
     last(talk.ask(QUESTION, SHORT, pictures[0]))
     assert runs[:2] == [(False, True, 2), (True, True, 2)]
     assert sorted(runs[2:]) == [(False, True, 6), (True, True, 6)]
@@ -128,7 +129,7 @@ def test_the_tokens_of_a_conversation_are_the_templates(loaded, pictures):
     kept = last(talk.ask(NEXT, SHORT, pictures[0])).kept  # the same picture is none of its own
     said = "".join("<image>" if x.layers is None else x.text for x in kept.words)
     assert said == (
-        f"<s>USER: Picture 1:<image> {QUESTION} ASSISTANT: {one.compressed.text}"
+        f"<s>USER: Picture 1:<image> {QUESTION} ASSISTANT:{one.compressed.text}"
         f"</s>USER: {NEXT} ASSISTANT:"
     )
     assert sum(x.tokens for x in kept.words) == kept.seen
@@ -209,9 +210,9 @@ def test_the_answers_stream_with_their_numbers(loaded, pictures):
         assert side.rate > 0
     assert final.full.kept == 1
     assert final.full.nbytes == final.full.full_nbytes
-    # 8 layers, 4 heads, keys and values of 32 float32: the last token is never read.
+    # Keys and values of float32: the last token is never read.
     seen = final.kept.seen + final.full.tokens - 1
-    assert final.full.nbytes == seen * 8 * 4 * 2 * 32 * 4
+    assert final.full.nbytes == seen * LAYERS * HEADS * 2 * HEAD_DIM * 4
     assert final.compressed.nbytes < 0.5 * final.compressed.full_nbytes
     assert final.compressed.kept == pytest.approx(0.2, abs=0.01)  # of the prompt
     assert final.rouge == rouge_l(*texts(final))
@@ -219,18 +220,18 @@ def test_the_answers_stream_with_their_numbers(loaded, pictures):
 
 
 def test_what_is_kept_after_the_prompt(loaded, pictures):
-    settings = dataclasses.replace(SHORT, options={"protect": "instruction"})
+    settings = dataclasses.replace(SHORT, budget=0.5, options={"protect": "instruction"})
     kept = last(talking(loaded).ask(QUESTION, settings, pictures[0])).kept
-    assert kept.layers == list(range(8))
-    assert len(kept.sizes) == len(kept.patches) == 8
-    assert sum(kept.sizes) == pytest.approx(round(0.2 * 8 * kept.seen), abs=0.5)
+    assert kept.layers == list(range(LAYERS))
+    assert len(kept.sizes) == len(kept.patches) == LAYERS
+    assert sum(kept.sizes) == pytest.approx(round(0.5 * LAYERS * kept.seen), abs=0.5)
     assert kept.mean.shape == (12, 12)
-    assert all(x.layers == 8 for x in kept.words if x.layers is not None)
+    assert all(x.layers == LAYERS for x in kept.words if x.layers is not None)
     (image,) = (x for x in kept.words if x.layers is None)
-    assert image.tokens == 144
+    assert image.tokens == PATCHES
     assert image.kept == pytest.approx(float(kept.mean.mean()), abs=1e-6)
     held = sum(x.kept * x.tokens for x in kept.words)
-    assert held == pytest.approx(sum(kept.sizes) / 8, abs=1e-3)
+    assert held == pytest.approx(sum(kept.sizes) / LAYERS, abs=1e-3)
 
 
 @pytest.mark.slow
@@ -415,9 +416,9 @@ def test_a_control_without_a_sensible_value_is_named(page, name, value):
 def test_models_are_known_by_their_last_part_and_loaded_once(loaded, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name / "model").mkdir(parents=True)
-    names, asked = ["builtin", str(tmp_path / "a" / "model"), str(tmp_path / "b" / "model")], []
+    names, asked = ["smollm2", str(tmp_path / "a" / "model"), str(tmp_path / "b" / "model")], []
     models = Models(names, lambda name: asked.append(name) or loaded)
-    assert models.names == ["builtin", "model (2)", "model (3)"]
+    assert models.names == ["smollm2", "model (2)", "model (3)"]
     assert models.get("model (3)") is models.get("model (3)") is loaded
     assert asked == names[2:]
     with pytest.raises(ValueError, match="'/etc' is not on offer"):

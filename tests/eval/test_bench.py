@@ -427,4 +427,4 @@ class TestKvpress:
             closing(rival.Worker(path)) as worker,
             pytest.raises(ValueError, match=f"--kvpress-python: .*{why}"),
         ):
-            worker.load("builtin", model)
+            worker.load("tiny", model)

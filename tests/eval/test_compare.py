@@ -58,7 +58,7 @@ ROWS = [
 ]
 SETTINGS = {
     "policies": {"full": {}, "h2o": {}, "snapkv": {"window": 8}, "snapkv" + HIDDEN: {"window": 8}},
-    **{"model": "llava", "data": "builtin"},
+    **{"model": "llava", "data": "drawings"},
 }
 
 
@@ -71,7 +71,7 @@ def folder(tmp_path):
 
 def test_visible_and_hidden_questions_are_sections_of_their_own(folder):
     tables = Comparison([folder]).tables()
-    titles = [f"mmvet (builtin), question {question}: llava" for question in ("visible", "hidden")]
+    titles = [f"mmvet (drawings), question {question}: llava" for question in ("visible", "hidden")]
     assert [t.title for t in tables] == titles
     rest = ["0.500", "20", "2", "r"]
     full = ("**full**", ["90.0", "100.0", "10", *rest])

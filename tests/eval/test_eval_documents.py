@@ -6,7 +6,7 @@ import pytest
 
 from helpers.evaluation import letters
 from mmkv.eval.samples import DataError, words
-from mmkv.eval.suites import continuation, documents, files
+from mmkv.eval.suites import documents, files
 from mmkv.eval.suites.registry import default_data, load_suite
 
 
@@ -108,7 +108,6 @@ def test_a_sentence_ends_neither_at_a_title_nor_at_a_page():
     [
         ({"tasks": ["poem"]}, ValueError, "unknown task 'poem'.*text"),
         ({"length": 5000}, DataError, "no .txt file of 5128 tokens or more"),
-        ({"data": "builtin"}, ValueError, "--data names novels, a folder of .txt files"),
         ({"data": "nowhere"}, DataError, "nowhere: no such file"),
     ],
 )
@@ -163,19 +162,9 @@ def test_what_is_no_text_is_said(texts, name, message):
 
 
 @pytest.mark.slow
-def test_the_standard_library_without_its_tests():
-    found = continuation.library()
-    assert 20 < len(found) < 200
-    assert "test" not in {part for name in found for part in name.split("/")}
-    assert all("site-packages" not in path.parts for path in found.values())
-    names = {s.id for s in load_suite("continuation", "stdlib", length=400)}
-    assert names
-    assert names <= set(found)
-
-
-@pytest.mark.slow
 def test_novels_in_the_package_are_the_default_data():
     assert default_data("documents", "smollm2") == "novels"
+    assert load_suite("continuation", limit=1)[0].id in files.novels()
     texts = files.novels()
     assert {name.rpartition("-")[0] for name in texts} == {
         *("emma", "mansfield-park", "northanger-abbey", "persuasion", "pride-and-prejudice"),

@@ -7,7 +7,7 @@ import torch
 
 import mmkv
 from helpers.evaluation import asking, make_samples, make_tokenizer
-from mmkv import builtin
+from helpers.picture_chat import make_processor
 from mmkv.eval import runner
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.samples import Sample
@@ -63,9 +63,9 @@ def test_the_context_is_compressed_without_the_question(model, samples, tmp_path
 
 @pytest.mark.slow
 def test_pictures_belong_to_the_context():
-    _, processor = builtin.load_builtin()
+    processor = make_processor()
     encoder = Encoder(processor)
-    samples = load_suite("description", "builtin", limit=3)
+    samples = load_suite("description", limit=3)
     samples[1] = replace(samples[1], prompt="Is there a ring?")
     whole = encoder.batch(samples)
     context, question = encoder.apart(samples)
@@ -80,9 +80,9 @@ def test_pictures_belong_to_the_context():
         assert not set(sample.prompt.split()) & set(processor.tokenizer.decode(parts[0]).split())
 
 
-@pytest.mark.parametrize("suite", sorted(name for name, s in SUITES.items() if not s.wants))
+@pytest.mark.parametrize("suite", sorted(name for name, s in SUITES.items() if s.words))
 def test_every_suite_has_questions_apart(suite):
-    for sample in load_suite(suite, "builtin", limit=14):
+    for sample in load_suite(suite, limit=14):
         assert sample.prompt.endswith(sample.asked)
         assert sample.images or len(sample.asked) < len(sample.prompt) / 2
 

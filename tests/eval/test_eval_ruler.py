@@ -163,11 +163,7 @@ def test_several_questions_on_one_context(haystack, task):
         assert all(answer in sample.prompt for answer in sample.answers)
 
 
-def test_several_questions_on_one_built_in_context():
-    found = load_suite("ruler", tasks=["niah_multikey_1"], limit=8, questions=4)
-    assert [s.context == found[0].context for s in found] == [True] * 4 + [False] * 4
-    assert len({s.question for s in found[:4]}) == len({s.answers for s in found[:4]}) == 4
-    assert found[0] == load_suite("ruler", tasks=["niah_multikey_1"], limit=1)[0]
+def test_several_questions_on_one_drawing():
     shown = load_suite("mmvet", limit=9, questions=3)
     assert shown[0].context == shown[1].context == shown[2].context != shown[3].context
     assert len({s.prompt for s in shown[:3]}) == 3
@@ -186,8 +182,6 @@ def test_what_cannot_be_made_is_said(haystack, tmp_path):
     load_suite("ruler", haystack, tasks=tasks.split(","), length=300)
     with pytest.raises(ValueError, match=f"length={int(least) - 1}: too short for the task cwe"):
         load_suite("ruler", haystack, tasks=["cwe"], length=int(least) - 1)
-    with pytest.raises(ValueError, match="length=500: the built-in data"):
-        load_suite("ruler", length=500)
     with pytest.raises(ValueError, match="length=500: suite 'needle'"):
         load_suite("needle", haystack, length=500)
     (tmp_path / "text.txt").write_text(" ".join(WORDS))

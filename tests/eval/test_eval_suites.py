@@ -190,9 +190,9 @@ def test_a_haystack_of_words_holds_the_needle_at_its_depth(tmp_path):
     ("arguments", "message"),
     [
         ({"name": "nothing"}, "unknown suite 'nothing'.*description"),
-        ({"name": "xsum", "limit": 0}, "limit must be at least 1, got 0"),
-        ({"name": "xsum", "tasks": ["qasper"]}, "'xsum' has no tasks"),
-        ({"name": "mmvet", "image_folder": Path("a")}, "image folder a: the built-in data has"),
+        ({"name": "needle", "limit": 0}, "limit must be at least 1, got 0"),
+        ({"name": "needle", "tasks": ["qasper"]}, "'needle' has no tasks"),
+        ({"name": "mmvet", "image_folder": Path("a")}, "image folder a: drawings have no files"),
     ],
 )
 def test_impossible_requests_are_refused(arguments, message):
@@ -206,13 +206,12 @@ class TestWhatTheModelReads:
     @pytest.mark.parametrize(
         ("suite", "model", "data"),
         [
-            ("ruler", "builtin", "builtin"),
-            ("ruler", "smollm2", "stdlib"),
-            ("needle", "a/folder", "stdlib"),
-            ("continuation", "builtin", "stdlib"),
-            ("description", "smollm2", "builtin"),
-            ("documents", "smollm2", "novels"),
-            ("nonsense", "smollm2", "builtin"),
+            ("ruler", "smollm2-vision", "novels"),
+            ("needle", "smollm2-vision", "drawings"),
+            ("needle", "a/folder", "novels"),
+            ("description", "smollm2", "drawings"),
+            ("xsum", "smollm2-vision", None),
+            ("nonsense", "smollm2", None),
         ],
     )
     def test_the_default(self, suite, model, data):
@@ -223,14 +222,14 @@ class TestWhatTheModelReads:
         assert last == load_suite("mmvet", limit=3)[2]
         assert load_suite("mmvet", first=3, limit=3) == []
 
-    def test_a_haystack_that_python_brings(self):
-        (sample,) = load_suite("ruler", "stdlib", limit=1, length=600, tasks=["niah_single_2"])
+    def test_novels_are_a_haystack(self):
+        (sample,) = load_suite("ruler", "novels", limit=1, length=600, tasks=["niah_single_2"])
         assert len(sample.prompt.split()) > 400
         assert all(answer in sample.prompt for answer in sample.answers)
 
     @pytest.mark.parametrize(
         "words",
-        ["eval description --limit 1", "calibrate --suite mmvet", "plot layers --data builtin"],
+        ["eval description --limit 1", "calibrate --suite mmvet", "plot layers --data drawings"],
     )
     def test_pictures_for_a_text_model(self, words, monkeypatch, capsys, tmp_path):
         monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import mmkv
+from helpers.picture_chat import make_picture_chat, picture_chat
 from mmkv import chat
 from mmkv.eval.suites.registry import load_suite
 
@@ -64,9 +65,9 @@ def make_task(name: str, folder: Path, pictures: list[Any]) -> None:
 
 def reply(picture: Any, text: str) -> str:
     """What the compressed model says to a picture and a text, without lmms-eval."""
-    loaded = chat.load()
+    loaded = picture_chat()
     inputs = chat.encode(loaded, text, [picture])
-    with mmkv.wrapped(loaded.model, "snapkv", 0.1) as model:
+    with mmkv.wrapped(loaded.model, "snapkv", 0.1, window=8) as model:
         ids = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     new = ids[0, inputs["input_ids"].shape[1] :]
     return loaded.tokenizer.decode(new, skip_special_tokens=True).strip()
@@ -80,9 +81,11 @@ def test_a_task_loads_and_runs(tmp_path, name):
     # In batches of two.
     pictures = [s.images[0] for s in load_suite("description", limit=3)]
     make_task(name, tmp_path, pictures)
+    for part in make_picture_chat():
+        part.save_pretrained(tmp_path / "tiny")
     done = simple_evaluate(
         model="mmkv",
-        model_args="pretrained=builtin,policy=snapkv,budget=0.1,device=cpu",
+        model_args=f"pretrained={tmp_path}/tiny,policy=snapkv,budget=0.1,window=8,device=cpu",
         tasks=["mine"],
         task_manager=TaskManager("ERROR", str(tmp_path), include_defaults=False),
         batch_size=2,

@@ -81,10 +81,13 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
 
 
 def test_the_default_prompt_is_one_that_the_model_reads(capsys):
-    for words, tokens in ((("builtin",), "1,792 + 256"), (("builtin", "--new", 48), "2,000 + 48")):
+    for words, tokens in (
+        (("smollm2",), "4,096 + 256"),
+        (("smollm2", "--new", 6000), "2,192 + 6,000"),
+    ):
         out, err, code = run(capsys, "plan", *words)
         assert (code, err, tokens in out) == (0, "", True)
-    assert "beyond the 2,048 positions" in run(capsys, "plan", "builtin", "--prompt", 4096)[1]
+    assert "beyond the 8,192 positions" in run(capsys, "plan", "smollm2", "--prompt", 9000)[1]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,7 @@ def test_fewer_bits_and_one_layer_at_a_time(small):
 @pytest.mark.slow
 def test_the_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    for model in ("llava-1.5-7b-random", "builtin"):
+    for model in ("llava-1.5-7b-random", "smollm2-vision"):
         shown, _, code = run(capsys, "plan", model, "--batch", 2, "--policy", "snapkv")
         assert code == 0
         assert "full cache" in shown

@@ -322,7 +322,7 @@ class TestNames:
         assert chat.load("smollm2", "cpu").model.dtype == torch.float32
 
     def test_other_names_of_built_in_models_are_refused(self):
-        with pytest.raises(ValueError, match="built-in model 'llama': expected 'builtin' or"):
+        with pytest.raises(ValueError, match="'llama': expected 'smollm2-vision' or"):
             mmkv.load_builtin("llama")
 
     def test_lm_eval_takes_them(self, path, cache):

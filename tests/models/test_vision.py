@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 import mmkv
 from mmkv.builtin import drawings, example_pictures
-from mmkv.builtin.training import calibrate, evaluate, tower, vision
+from mmkv.builtin.training import evaluate, train
 from mmkv.builtin.training.evaluate import user
-from mmkv.eval.suites.registry import default_data, load_suite
 from mmkv.loading import models, smollm2_vision
 from mmkv.profiles import Profile
 
@@ -48,7 +47,7 @@ def untrained(text):
 
 @pytest.fixture(scope="module")
 def loaded():
-    return mmkv.load_builtin("smollm2-vision")
+    return mmkv.load_builtin()
 
 
 def test_no_heldout_scene_is_a_training_scene():
@@ -101,18 +100,8 @@ def test_which_picture_shows_a_thing_that_no_other_does():
     assert drawings.find_question([SCENE, SCENE], random.Random(0)) is None
 
 
-@pytest.mark.parametrize("suite", ["description", "mmvet", "needle"])
-def test_the_suites_that_show_pictures_draw_them(suite):
-    samples = load_suite(suite, "drawings", limit=12)
-    assert len(samples) == 12
-    assert all(sample.images and sample.answers for sample in samples)
-    assert default_data(suite, "smollm2-vision") == "drawings"
-    with pytest.raises(ValueError, match="does not read drawings: description, mmvet, needle do"):
-        load_suite("ruler", "drawings")
-
-
 def test_example_pictures_are_heldout_scenes():
-    paths = example_pictures("smollm2-vision")
+    paths = example_pictures()
     assert len(paths) == 4
     for seed, path in enumerate(paths):
         drawn = drawings.draw(drawings.make_scene(seed, count=seed + 3, printed=seed % 3))
@@ -121,7 +110,7 @@ def test_example_pictures_are_heldout_scenes():
 
 @pytest.mark.slow
 def test_image_tokens_spell_what_their_cell_shows(text):
-    speller = tower.Speller(text[1])
+    speller = train.Speller(text[1])
     ids, known = speller.ids(SCENE).view(12, 12), set(speller.all_ids().tolist())
     cells = {
         (0, 0): " large red circle,",
@@ -135,14 +124,14 @@ def test_image_tokens_spell_what_their_cell_shows(text):
     for (row, column), said in cells.items():
         assert text[1].decode(ids[row, column : column + 4]) == said
     for seed in range(40):
-        assert known >= set(speller.ids(tower.scene_of(seed)).tolist())
+        assert known >= set(speller.ids(train.scene_of(seed)).tolist())
 
 
 @pytest.mark.slow
 def test_rows_are_what_the_chat_template_and_the_image_processor_give(text, untrained):
     processor = untrained[1]
-    rows = vision.Rows(processor.tokenizer, [], 0)
-    row = rows._encode(f"<|im_start|>{vision._SYSTEM}<|im_end|>\n")
+    rows = train.Rows(processor.tokenizer, [], 0)
+    row = rows._encode(f"<|im_start|>{train._SYSTEM}<|im_end|>\n")
     row += rows._turn("Describe the picture.", "A circle.", 1) + rows._turn("What else?", "None.")
     messages = [
         *user("Describe the picture.", drawings.draw(SCENE)),
@@ -156,7 +145,7 @@ def test_rows_are_what_the_chat_template_and_the_image_processor_give(text, untr
     answered = processor.tokenizer.decode([token for token, answer in row if answer])
     assert answered == "A circle.<|im_end|>None.<|im_end|>"
     sized = SimpleNamespace(choice=lambda sizes: sizes[-1])
-    assert torch.equal(tower.pixels(SCENE, sized), inputs["pixel_values"][0])
+    assert torch.equal(train.pixels(SCENE, sized), inputs["pixel_values"][0])
     plain = "Hello<|im_start|> you"
     assert processor.tokenizer(plain).input_ids == text[1](plain).input_ids
 
@@ -164,8 +153,8 @@ def test_rows_are_what_the_chat_template_and_the_image_processor_give(text, untr
 @pytest.mark.slow
 def test_words_are_read_from_the_cell_of_their_thing(untrained):
     processor = untrained[1]
-    (sample,) = calibrate.described(processor, 1, drawings)
-    scene = drawings.make_scene(calibrate.FIRST)
+    (sample,) = evaluate.described(processor, 1)
+    scene = drawings.make_scene(evaluate.FIRST)
     first = (sample["input_ids"][0] == processor.image_token_id).nonzero()[0].item()
     told = iter(zip(sample["reply"], sample["regions"], strict=True))
     for thing in scene.objects:
@@ -182,7 +171,7 @@ def test_words_are_read_from_the_cell_of_their_thing(untrained):
 def test_visual_heads_are_set_beside_those_that_copy():
     seen = Profile(visual=((0.4, 0.3), (0.2, 0.1)))
     copied = Profile(retrieval=((0.1, 0.9), (0.8, 0.0)))
-    said = calibrate.beside_copies(seen, copied)
+    said = evaluate.beside_copies(seen, copied)
     assert said.startswith("2 of 4 heads do half of what is visual; 1 of them are among the 2")
     assert said.endswith("do 50% of it")
 
@@ -190,13 +179,13 @@ def test_visual_heads_are_set_beside_those_that_copy():
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
 @pytest.mark.slow
 def test_updates_are_added_as_peft_adds_them(text, untrained):
-    trained = vision.prepare(copy.deepcopy(untrained[0]))
+    trained = train.prepare(copy.deepcopy(untrained[0]))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, x in trained.named_parameters():
             if "lora_B" in name:
                 x.normal_(0, 0.1)
-    parts = vision.updates_of(trained)
+    parts = train.updates_of(trained)
     other = copy.deepcopy(untrained[0])
     smollm2_vision.add_parts(other, parts)
     merged = trained.merge_and_unload().state_dict()
@@ -210,27 +199,27 @@ def test_updates_are_added_as_peft_adds_them(text, untrained):
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
 @pytest.mark.slow
 def test_a_run_trains_and_its_parts_can_be_asked(untrained, tmp_path, monkeypatch):
-    monkeypatch.setattr(vision, "KINDS", {"one": (1, 300, 1.0), "text": (2, 40, 0.0)})
-    tower.main(tmp_path, pictures=4, batch=2, compile=False)
+    monkeypatch.setattr(train, "KINDS", {"one": (1, 300, 1.0), "text": (2, 40, 0.0)})
     model, processor = untrained
-    monkeypatch.setattr(vision, "untrained", lambda: (copy.deepcopy(model), processor))
+    monkeypatch.setattr(train, "untrained", lambda: (copy.deepcopy(model), processor))
+    train.train_tower(tmp_path, pictures=4, batch=2, compile=False)
     (tmp_path / "texts" / "a").mkdir(parents=True)
     (tmp_path / "texts" / "a" / "a.txt").write_text("Some words of a text. " * 400)
     first = tmp_path / "tower.safetensors"
-    vision.main(tmp_path, first, tmp_path / "texts", steps=2, compile=False)
+    train.train_text(tmp_path, first, tmp_path / "texts", steps=2, compile=False)
     parts = load_file(tmp_path / "parts.safetensors")
     assert any("lora_B" in name and x.abs().max() > 0 for name, x in parts.items())
     assert all(x.dtype == torch.float16 for x in parts.values())
     model = copy.deepcopy(model)
     smollm2_vision.add_parts(model, load_file(tmp_path / "parts.safetensors"))
-    figure = evaluate.FIGURES["smollm2-vision"]["which of four pictures shows a thing"]
+    figure = evaluate.FIGURES["which of four pictures shows a thing"]
     assert evaluate.measure(model, processor, (figure[0], 2), 1)[1] == 1
 
 
 # Model -------------------------------------------------------------------------------------------
 
 LEAST = {
-    "objects described": 0.8,
+    "things described": 0.8,
     "short questions answered": 0.5,
     "printed words and numbers read": 0.75,
 }
@@ -252,6 +241,6 @@ def test_the_parts_are_small_and_the_whole_is_put_together_once(loaded, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEAST)
 def test_what_it_can_do(loaded, name):
-    figure = evaluate.FIGURES["smollm2-vision"][name]
-    right, total = evaluate.measure(*loaded, figure, 2 if "objects" in name else 4, first=5000)
+    figure = evaluate.FIGURES[name]
+    right, total = evaluate.measure(*loaded, figure, 2 if "things" in name else 4, first=5000)
     assert right / total >= LEAST[name]

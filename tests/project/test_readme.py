@@ -19,8 +19,9 @@ import typer
 import mmkv
 from helpers.commands import run
 from helpers.models import make_inputs, make_model
+from helpers.picture_chat import make_picture_chat
 from mmkv import registry, tables
-from mmkv.builtin import example_pictures, scenes
+from mmkv.builtin import drawings, example_pictures
 from mmkv.cli import commands
 
 ROOT = Path(__file__).parents[2]
@@ -118,7 +119,7 @@ class TestTables:
 
 class TestCode:
     def test_of_the_readme(self, tmp_path, monkeypatch, capsys):
-        """With the built-in model in the place of those that would be downloaded."""
+        """With tiny models in the place of those that would be downloaded."""
         import transformers
 
         def instead(name: str, **options: object):
@@ -126,7 +127,7 @@ class TestCode:
             return loaded.pop(0)
 
         asked: list[str] = []
-        model, processor = mmkv.load_builtin()
+        model, processor = make_picture_chat()
         loaded = [model, processor, make_text_model(processor.tokenizer), processor.tokenizer]
         for cls in ("ModelForImageTextToText", "Processor", "ModelForCausalLM", "Tokenizer"):
             monkeypatch.setattr(getattr(transformers, f"Auto{cls}"), "from_pretrained", instead)
@@ -260,12 +261,12 @@ class TestCommands:
     def test_the_answer_to_ones_own_question_is_right(self, capsys, monkeypatch, tmp_path):
         """What is asked about the shipped picture is what the model knows."""
         monkeypatch.chdir(ROOT)
-        words = next(x for x in commands_of("chat") if "--json" not in x)  # the README's
+        words = next(x for x in commands_of("chat") if "--json" not in x)  # of docs/chat.md
         data = json.loads(run(capsys, *words[1:], "--out", tmp_path, "--json")[0])
-        scene = scenes.make_scene(1, count=4)
+        scene = drawings.make_scene(1, count=4, printed=1)
         (item,) = [x for x in scene.objects if x.place in data["question"]]
         for side in ("full", "compressed"):
-            assert data[side]["answer"] == f"A {item.color} {item.name} is at the {item.place}."
+            assert data[side]["answer"] == item.sentence
 
     @pytest.mark.slow
     def test_make_run_shows_the_same_answer_in_fewer_bytes(self, capsys, monkeypatch, tmp_path):
@@ -318,20 +319,17 @@ class TestCommands:
             commands.main(["eval", *shlex.split(after)])
 
     def test_the_built_in_models_own_figures(self, monkeypatch, tmp_path):
-        from mmkv.builtin.training import calibrate, evaluate, tower, vision
+        from mmkv.builtin.training import evaluate, train
 
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("mmkv.chat.load", reached)
         monkeypatch.setattr(evaluate, "load_builtin", reached)
         monkeypatch.setattr("mmkv.loading.models.pretrained", reached)
-        for module, number in ((calibrate, 1), (evaluate, 1), (tower, 1), (vision, 1)):
+        for module in (evaluate, train):
             found = [x for x in lines() if f" -m {module.__name__} " in x]
-            assert len(found) == number
+            assert len(found) == 2
             for line in found:
-                app = typer.Typer(pretty_exceptions_enable=False)
-                app.command()(module.main)
                 with pytest.raises(Reached):
-                    app(shlex.split(line)[3:], standalone_mode=False)
+                    module.app(shlex.split(line)[3:], standalone_mode=False)
 
     @pytest.mark.slow
     def test_the_plan_is_as_printed(self, capsys, monkeypatch):
@@ -379,7 +377,7 @@ class TestCommands:
         patterns = (
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
-            r"\.venv/bin/python -m mmkv\.builtin\.training\.(calibrate|evaluate|tower|vision) ",
+            r"\.venv/bin/python -m mmkv\.builtin\.training\.(evaluate|train) ",
             r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval) ",
             r"make [a-z -]+$",
             r"pip install (\.|mmkv)$",

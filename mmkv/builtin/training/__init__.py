@@ -1,1 +1,1 @@
-"""How the built-in model was built, trained and measured; not part of the wheel."""
+"""How smollm2-vision was trained and measured; not part of the wheel."""
