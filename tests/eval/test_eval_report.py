@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.evaluation import save_model
+from helpers.picture_chat import picture_chat
 from mmkv.eval import measure, runner
 from mmkv.eval.cli import commands
 from mmkv.eval.store import RunError, read_rows
@@ -197,11 +198,21 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
 @pytest.mark.slow
 def test_commands_end_to_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    asked = ["--policies", "snapkv,prefixkv", "--budgets", "0.2", "--limit", "2", "--out", "a"]
+    monkeypatch.setattr("mmkv.chat.load", lambda *_: picture_chat())
+    asked = [
+        "--policies",
+        "snapkv:window=8,prefixkv",
+        "--budgets",
+        "0.2",
+        "--limit",
+        "2",
+        "--out",
+        "a",
+    ]
     done = call("eval", "description", *asked, "--metrics", "ppl", "--device", "cpu")
     assert done.exit_code == 0, done.output
     rows = read_rows(tmp_path / "a" / "rows.jsonl")
-    options = [("snapkv", {"window": 8}), ("prefixkv", {})]
+    options = [("snapkv:window=8", {"window": 8}), ("prefixkv", {})]
     assert [(r["policy"], r["options"]) for r in rows[::2]] == options
     done = call("report", "a")
     assert done.exit_code == 0, done.output
@@ -257,6 +268,7 @@ def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr("mmkv.chat.load", lambda *_: picture_chat())
     monkeypatch.setattr(runner, "measure", stop)
     done = call("eval", "description", "--limit", "1", "--out", str(tmp_path))
     assert done.exit_code == 130

@@ -37,7 +37,7 @@ def without_times(rows):
 
 
 def test_rows(model, tokenizer, tmp_path):
-    rows = run(model, tokenizer, tmp_path)
+    rows = run(model, tokenizer, tmp_path, options={"window": 8})
     assert rows == read_rows(tmp_path / "rows.jsonl")
     assert len(rows) == 5 * (1 + 3 * 2)
     assert [r["index"] for r in rows[:5]] == [0, 1, 2, 3, 4]

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from helpers.picture_chat import make_picture_chat
+from mmkv.chat import Loaded
 from mmkv.eval.variants import plugin_arguments
 
 
 @pytest.fixture
-def plugin():
-    """Our module for lmms-eval."""
+def plugin(monkeypatch):
+    """Our module for lmms-eval, with a tiny model."""
     pytest.importorskip("lmms_eval", reason="lmms_eval is not installed")
     from mmkv.eval.harness import lmms_model
 
+    monkeypatch.setattr(lmms_model, "load", lambda *_: Loaded("tiny", *make_picture_chat()))
     return lmms_model
 
 
