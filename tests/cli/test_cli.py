@@ -559,7 +559,7 @@ class TestExtras:
     """A package that is not there is named with the extra that has it."""
 
     NEEDED = (
-        ("plot layers", "matplotlib", "plot"),
+        ("plot", "matplotlib", "plot"),
         ("report .", "pandas", "eval"),
         ("eval description", "pandas", "eval"),
         ("eval description", "rouge_score", "eval"),

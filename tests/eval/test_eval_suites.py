@@ -229,7 +229,7 @@ class TestWhatTheModelReads:
 
     @pytest.mark.parametrize(
         "words",
-        ["eval description --limit 1", "calibrate --suite mmvet", "plot layers --data drawings"],
+        ["eval description --limit 1", "calibrate --suite mmvet", "plot --data drawings"],
     )
     def test_pictures_for_a_text_model(self, words, monkeypatch, capsys, tmp_path):
         monkeypatch.chdir(tmp_path)
