@@ -81,6 +81,21 @@ def test_visible_and_hidden_questions_are_sections_of_their_own(folder):
     assert tables[1].rows == [full, ("**snapkv 10%**", ["30.0", "20.0", "2", *rest])]
 
 
+def test_rouge_stands_beside_the_divergence_where_replies_were_generated(tmp_path):
+    def measured(policy: str, budget: float, nats: float, rouge: float) -> dict[str, Any]:
+        figures = {"divergence_sum": nats, "next_sum": 3, "next_tokens": 4, "rouge": rouge}
+        return row(policy, budget, 0, held_bytes=1024, divergences=[nats], **figures)
+
+    rows = [measured("full", 1.0, 0.0, 1.0), measured("h2o", 0.1, 2.0, 0.25)]
+    write_run(tmp_path / "run", rows, **SETTINGS)
+    (table,) = Comparison([tmp_path]).tables()
+    assert table.columns[2] == "ROUGE-L"
+    assert table.rows[1] == (
+        "h2o 10%",
+        ["0.500", "75.0", "0.25", "2.00", "100.0", "1", "–", "–", "1", "r"],
+    )
+
+
 def test_a_folder_without_runs_is_said(tmp_path):
     with pytest.raises(RunError, match="no run here"):
         Comparison([tmp_path])
