@@ -1,6 +1,5 @@
 """`least`: tokens a head that stay however small a share the budget is."""
 
-import dataclasses
 import logging
 
 import pytest
@@ -11,7 +10,7 @@ from helpers.masking import pairs_of
 from helpers.models import make_inputs, next_turn
 from helpers.oracle import generate, short
 from mmkv.cache import selection
-from mmkv.eval.speed.bench import PRESETS, make_rows
+from mmkv.eval.speed.bench import Setting, make_rows
 from mmkv.eval.variants import parse_variants, plugin_arguments
 from mmkv.registry import exact_share
 
@@ -167,7 +166,7 @@ def test_what_measures_budgets_does_without():
     assert asked.options == {"least": 64}
     assert plugin_arguments("condense", 0.2, None, {})[1] == {"least": 0}
     assert plugin_arguments("condense", 0.2, None, {"least": "9"})[1] == {"least": 9}
-    setting = dataclasses.replace(PRESETS["ci"][0], policies=names, budgets=(0.2,))
+    setting = Setting("toy", 64, 4, 1, tuple(names), (0.2,))
     rows = {x.label: x.options for x in make_rows(setting, kvpress=False)}
     assert rows["condense 0.2"] == {"least": 0}
     assert rows["condense:least=8 0.2"] == {"least": 8}
