@@ -31,11 +31,13 @@ import typer
 PARTS = {"card": 20, "decode": 230, "tests": 100, "kernels": 60, "prefill": 60}
 # Batch and prompt length of the decode steps, on a model of LLaVA-1.5-7B's shape.
 SETTINGS = [(8, 8192), (1, 8192), (16, 2048), (1, 2048)]
-MODEL, PREFILL_MODEL, TINY = "llava-1.5-7b-random", "llama-7b-2-layers-random", "llama-120m-random"
+MODEL, PREFILL_MODEL = "llava-1.5-7b-random", "llama-7b-2-layers-random"
+TINY = ("llama", (256, 256, 3, 4, 4, 1000, 1024))
 WARM, STEPS = 20, 32
 COLUMNS = {  # of the tables in docs/gpu.md
     "decode": ("B", "N", "row", "prefill_s", "prefill_peak_gb", "ms", "tokens_s", "cache_mb"),
     "prefill": ("N", "row", "ms", "launches"),
+    "operations": ("N", "row", "operation", "calls", "device_ms", "host_ms"),
     "kernels": ("R", "G", "U", "D", "way", "us", "gb_s", "first_ms"),
 }
 
@@ -220,7 +222,7 @@ def decode(bench: Bench) -> None:
 
     graph.logger.setLevel(logging.INFO)
     graph.logger.addHandler(Said())
-    model = models.make(models.SHAPES[TINY if bench.tiny else MODEL], bench.device)
+    model = models.make(TINY if bench.tiny else models.SHAPES[MODEL], bench.device)
     settings = [(1, 96)] if bench.tiny else SETTINGS
     for (batch, tokens), (label, policy, cudnn, options) in _rows(settings, model):
         about: Row = {"B": batch, "N": tokens, "row": label}
@@ -295,14 +297,17 @@ def _reply(
 
 
 def prefill(bench: Bench) -> None:
-    """Time the prefill of two layers of a 7B model's width, and count kernel launches."""
+    """Time the prefill of two layers of a 7B model's width; find where its time goes.
+
+    Counts kernel launches, and lists condense's ten operations that take the device longest.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     import mmkv
     from mmkv.eval.speed import models
 
-    model = models.make(models.SHAPES[TINY if bench.tiny else PREFILL_MODEL], bench.device)
+    model = models.make(TINY if bench.tiny else models.SHAPES[PREFILL_MODEL], bench.device)
     for tokens in (128,) if bench.tiny else (4096, 32768):
         ids = models.make_prompt(model, 1, tokens)
         for label in (None, "condense", "snapkv", "prefixkv"):
@@ -322,9 +327,22 @@ def prefill(bench: Bench) -> None:
             kinds = [ProfilerActivity.CPU, *([] if bench.tiny else [ProfilerActivity.CUDA])]
             with profile(activities=kinds) as events:
                 run()
-            launches = sum(e.count for e in events.key_averages() if "LaunchKernel" in e.key)
-            row = {"N": tokens, "row": label or "unwrapped", "ms": round(ms, 1)}
-            bench.put("prefill", **row, launches=launches)
+            found = events.key_averages()
+            launches = sum(e.count for e in found if "LaunchKernel" in e.key)
+            row = {"N": tokens, "row": label or "unwrapped"}
+            bench.put("prefill", **row, ms=round(ms, 1), launches=launches)
+            if label == "condense":
+                _put_operations(bench, found, **row)
+
+
+def _put_operations(bench: Bench, found: Any, **row: Any) -> None:
+    """Record the ten operations of a profile that take longest: calls and milliseconds."""
+    own = "self_cpu_time_total" if bench.tiny else "self_device_time_total"
+    operations = [e for e in found if e.key.startswith("aten::")]
+    for e in sorted(operations, key=lambda e: -getattr(e, own))[:10]:
+        times = {"device_ms": round(e.self_device_time_total / 1e3, 2)}
+        times["host_ms"] = round(e.self_cpu_time_total / 1e3, 2)
+        bench.put("operations", **row, operation=e.key[6:], calls=e.count, **times)
 
 
 def tables(rows: list[Row]) -> str:

@@ -26,11 +26,19 @@ def test_tiny_run_writes_rows_and_passes_over_a_failing_part(tmp_path, monkeypat
     """The decode rows come from the tiny model; a part that does not exist fails alone."""
     monkeypatch.setitem(gpu.PARTS, "absent", 60)
     monkeypatch.setitem(gpu.PARTS, "decode", 400)
-    out = run("--out", str(tmp_path), "--tiny", "--only", "absent,card,decode", "--minutes", "9")
+    monkeypatch.setitem(gpu.PARTS, "prefill", 200)
+    parts = "absent,card,decode,prefill"
+    out = run("--out", str(tmp_path), "--tiny", "--only", parts, "--minutes", "9")
     assert out.exit_code == 0
     rows = gpu.read(tmp_path / "gpu.jsonl")
     ends = {row["of"]: row["rc"] for row in rows if row["part"] == "driver"}
-    assert ends == {"absent": 1, "card": 0, "decode": 0}
+    assert ends == {"absent": 1, "card": 0, "decode": 0, "prefill": 0}
+    slowest = [row for row in rows if row["part"] == "operations"]
+    assert len(slowest) == 10
+    assert all(row["row"] == "condense" and row["calls"] for row in slowest)
+    times = [row["host_ms"] for row in slowest]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 0
     (card,) = (row for row in rows if row["part"] == "card")
     assert card["torch"] == torch.__version__
     measured = {row["row"]: row for row in rows if row["part"] == "decode"}
