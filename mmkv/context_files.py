@@ -26,9 +26,10 @@ from mmkv.cache.codes import BITS, group
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.forward_pass import Decoding
+from mmkv.cache.group_index import GroupIndex
 from mmkv.cache.packed import packed, unpacked
 
-FORMAT, VERSION = "mmkv-context", 5
+FORMAT, VERSION = "mmkv-context", 6
 _TEXTS = ("weights", "dtype", "lead", "task", "digest")
 _LISTS = ("roles", "pictures", "learned")
 _HEADER = {
@@ -296,8 +297,8 @@ def _layer(
         specs["scores"] = _Spec((n,), low=0.0)
     if grouped := merges and n != H * sum(prompt.lengths):
         # The logarithm of a group's weight; weights far from this would overflow.
-        specs["bias"] = _Spec((n,), low=-32.0, high=32.0)
-        specs["group_index"] = _Spec((B, H, T), (torch.int16, torch.int32), -1, T - 1)
+        specs["bias"] = _Spec((n,), (torch.float16,), low=-32.0, high=32.0)
+        specs["group_index"] = _Spec((B, H, None, -(-T // 8)), (torch.uint8,))
     if policy.score.ranks and "retained" in names:
         specs["retained"] = _Spec((B,), low=0.0, high=1.0)
     stored = _pop(tensors, start, specs)
@@ -320,13 +321,18 @@ def _layer(
 
 def _check_groups(start: str, stored: dict[str, Tensor], row: Tensor, prompt: TokenMasks) -> None:
     """Check that groups are led by tokens that are kept, and that only groups have weights."""
-    position, group = stored["positions"].long(), stored["group_index"].flatten(0, 1).long()
-    (R, T), lead = group.shape, group.clamp(min=0)
+    position, planes = stored["positions"].long(), stored["group_index"]
+    T, w = prompt.valid.shape[1], planes.shape[2]
+    if not 1 < w < T.bit_length() + 3:
+        raise ValueError(f"{start}group_index has codes of {w} bits")
+    leaders = GroupIndex(planes, T).leaders()
+    group = leaders.flatten(0, 1)
+    R, lead = len(group), group.clamp(min=0)
     is_lead = torch.zeros(R, T, dtype=torch.bool)
     is_lead[row, position] = True
-    valid = (group.gather(-1, lead) == lead) & is_lead.gather(-1, lead)
-    valid &= prompt.valid.repeat_interleave(R // len(prompt.valid), dim=0)
-    if not bool((valid | (group < 0)).all()):
+    valid = is_lead.gather(-1, lead) & prompt.valid.repeat_interleave(R // len(prompt.valid), dim=0)
+    same = GroupIndex.of(leaders).planes
+    if not (same.equal(planes) and bool((valid | (group < 0)).all())):
         raise ValueError(f"{start}group_index names groups that are not there")
     sizes = torch.zeros(R, T, dtype=torch.int64).scatter_add_(-1, lead, (group >= 0).long())
     if bool((stored["bias"][sizes[row, position] < 2] != 0).any()):

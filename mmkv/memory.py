@@ -18,6 +18,7 @@ USUAL = 4000
 _BITS = {"int8": 8, "int4": 4}
 # Numbers of a pair that share a step and a lowest number, and the bytes of these two.
 _GROUP, _RANGE = 64, 4
+_WEIGHT = 2  # bytes of a group's weight
 
 
 class Memory(float):
@@ -74,7 +75,7 @@ class Allotment:
         kv_dtype: the type of kept pairs; None: the model's.
         full: bytes of a pair in the model's type.
         slot: bytes of a slot: a pair, and the weight of a group.
-        grouped: whether the group of every token seen is stored.
+        run: tokens of a run inside which groups are made; 0: no groups are stored.
         once: bytes of what each head has once: its mean key and exact first tokens.
         whole: whether all tokens fit.
         empty: empty slots for each kept pair.
@@ -84,7 +85,7 @@ class Allotment:
     kv_dtype: str | None
     full: int
     slot: int
-    grouped: bool
+    run: int
     once: int
     whole: bool
     empty: float = 0.0
@@ -93,9 +94,12 @@ class Allotment:
         """Return the share of a prompt's tokens that fit, in [0, 1]."""
         if self.whole:
             return 1.0
-        index = (2 if length < 2**15 else 4) if self.grouped else 0  # of a token's group
-        per_token = self.memory * self.full - index - self.once / length
-        return min(1.0, max(0.0, per_token / (self.slot * (1 + self.empty))))
+        slot = self.slot * (1 + self.empty)
+        per_token = self.memory * self.full - self.once / length
+        most = min(1.0, max(0.0, per_token / slot))
+        # A token's code in the index counts the leaders of its run, forwards or backwards.
+        index = ((int(self.run * most) + 1).bit_length() + 1) / 8 if self.run else 0
+        return min(1.0, max(0.0, (per_token - index) / slot))
 
 
 def allot(
@@ -104,7 +108,7 @@ def allot(
     itemsize: int,
     head_dim: int,
     first: int = 1,
-    grouped: bool = False,
+    run: int = 0,
     keeps_all: bool = False,
 ) -> Allotment:
     """Return how many tokens of which type a share of the full cache's bytes holds.
@@ -117,7 +121,7 @@ def allot(
         itemsize: bytes of a number in the model's type.
         head_dim: numbers of a key, and of a value.
         first: how many first tokens of a prompt are held in the model's type beside 8 or 4 bits.
-        grouped: whether evicted tokens stand in weighted groups.
+        run: tokens of a run inside which evicted tokens are put into groups; 0: they are not.
         keeps_all: whether the policy evicts nothing, so that only the type can change.
 
     Raises:
@@ -126,7 +130,7 @@ def allot(
     numbers = 2 * head_dim
     full = itemsize * numbers
     if memory == 1:
-        return Allotment(memory, None, full, full, False, 0, True)
+        return Allotment(memory, None, full, full, 0, 0, True)
     # float32 or wider; a slot number of 8 bytes for each exact pair.
     once = max(4, itemsize) * head_dim + first * (full + 8)
     groups = numbers // (_GROUP if head_dim % _GROUP == 0 else head_dim)
@@ -147,6 +151,6 @@ def allot(
                 f"which need {least:.1%} in 4 bits: give more, or use another policy"
             )
     if fits(kv_dtype):
-        return Allotment(memory, kv_dtype, full, slot(kv_dtype), False, once, True)
-    weight = 4 if grouped else 0
-    return Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, grouped, once, False)
+        return Allotment(memory, kv_dtype, full, slot(kv_dtype), 0, once, True)
+    weight = _WEIGHT if run else 0
+    return Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, run, once, False)

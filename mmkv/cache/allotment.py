@@ -9,6 +9,7 @@ import numpy as np
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.evict import SLACK, group_rows
 from mmkv.memory import USUAL, Memory, allot
+from mmkv.merge.groups import MergeIntoGroups
 from mmkv.parts import SizeInputs
 from mmkv.sizes.layers import fit
 from mmkv.sizes.profiled import ProfiledHeads
@@ -25,7 +26,7 @@ def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) ->
         itemsize=itemsize,
         head_dim=head_dim,
         first=max(1, policy.sinks),
-        grouped=merge is not None and merge.weighted,
+        run=merge.group_run if isinstance(merge, MergeIntoGroups) else 0,
         keeps_all=policy.keeps_all,
     )
     plan = replace(plan, kv_dtype=allotment.kv_dtype, memory=allotment)

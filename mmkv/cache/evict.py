@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.codes import BITS, relative_error, squares
 from mmkv.cache.config import CacheConfig, TokenMasks
+from mmkv.cache.group_index import GroupIndex
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, block_of
 from mmkv.cache.plain import PlainKV
@@ -47,7 +48,7 @@ class _Slots:
         positions: int32 [R, M], -1: empty.
         keys, values: [B, H, U, D], or [B, H, M, D] of pairs that were merged.
         scores: float32 [R, M], see `PaddedBlock.scores`.
-        log_weights: float32 [R, M], 0 for an empty slot; None: every slot stands for one token.
+        log_weights: float16 [R, M], 0 for an empty slot; None: every slot stands for one token.
         counts, n_pinned: int64 [R], on the host, see `Kept`.
     """
 
@@ -95,11 +96,11 @@ def evict(
         if kept.weights is not None:
             singles = singles.masked_fill(kept.weights > 1, -1)
         retained = retained_share(prompt_kv.scores, singles, ranking.free)
-    groups = prompt_kv.group_index
+    groups = None if prompt_kv.group_index is None else GroupIndex.of(prompt_kv.group_index)
     if kept.slot is not None and kept.weights is not None:
         leaders = slots.positions.long().view(kept.weights.shape)
         leaders = leaders.masked_fill(kept.weights < 2, -1)
-        groups = _leaders(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
+        groups = _groups(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
     return KeptKV(blocks, B, H, list(sizes), retained, error, groups)
 
 
@@ -123,7 +124,7 @@ def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMask
     positions = positions.masked_fill(empty, -1).flatten(0, 1).int()
     log_weights = kept.log_weights
     if log_weights is not None:
-        log_weights = log_weights.masked_fill(empty, 0.0).flatten(0, 1)
+        log_weights = log_weights.masked_fill(empty, 0.0).flatten(0, 1).half()
 
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()
@@ -271,10 +272,10 @@ def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
     return torch.where(total > 0, kept / total.clamp(min=1e-30), 1.0).clamp(max=1.0)
 
 
-def _leaders(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> Tensor:
-    """Return the group of each token seen, as its leader's position: int16 or int32 [B, H, T].
+def _groups(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> GroupIndex:
+    """Return the group of each token seen.
 
-    -1 for a token that is kept single, for an evicted one, and for padding. `slot` [B, H, U] is the
+    A token that is kept single, an evicted one and padding are in none. `slot` [B, H, U] is the
     slot of each token; `leaders` [B, H, M] is the position of each slot's leader, -1 for a single.
     """
     group, old_groups = pad(leaders, (0, 1), value=-1).gather(-1, slot), prompt_kv.group_index
@@ -283,10 +284,10 @@ def _leaders(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> T
     index.scatter_(-1, positions.masked_fill(positions < 0, seen), group)
     index = index[..., :seen]
     if old_groups is not None:
-        old_groups = pad(old_groups.long(), (0, seen - old_groups.shape[-1]), value=-1)
+        old_groups = pad(old_groups, (0, seen - old_groups.shape[-1]), value=-1)
         own_position = torch.arange(seen, device=group.device).expand_as(old_groups)
         index = index.gather(-1, torch.where(old_groups < 0, own_position, old_groups))
-    return index.to(torch.int16 if seen < 2**15 else torch.int32)
+    return GroupIndex.of(index)
 
 
 def planned(

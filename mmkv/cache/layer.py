@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from mmkv.cache.forward_pass import AttentionCall
+from mmkv.cache.group_index import GroupIndex
 from mmkv.cache.padded_blocks import PaddedBlock, Step
 from mmkv.cache.prompt_kv import PromptKV, token_numbers
 from mmkv.cache.quantize import QuantizedKV
@@ -31,8 +32,7 @@ class KeptKV:
         sizes: tokens kept per head when the prompt was read, for each of the B rows.
         retained: [B], share of the importance kept; None if the policy has no attention score.
         error: [B, 2], relative error of keys and values in 8 or 4 bits; None if not quantised.
-        group_index: [B, H, T], the group of each token of the prompt, see `grouping.Groups.places`;
-            None if there are no groups.
+        group_index: the group of each token of the prompt; None if there are no groups.
     """
 
     blocks: Sequence[PaddedBlock]
@@ -41,18 +41,18 @@ class KeptKV:
     sizes: list[int]
     retained: Tensor | None = None
     error: Tensor | None = None
-    group_index: Tensor | None = None
+    group_index: GroupIndex | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages of keys, values and group indices."""
-        groups = 0 if self.group_index is None else self.group_index.untyped_storage().nbytes()
+        groups = 0 if self.group_index is None else self.group_index.nbytes
         return sum(b.nbytes for b in self.blocks) + groups
 
     def dense(self) -> PromptKV:
         """Return all kept pairs as one rectangle in new storage, in order of position."""
         positions, order = self._joined([b.held for b in self.blocks], -1).long().sort(dim=-1)
-        start, group_index = int((positions < 0).sum(-1).min()), self.group_index
+        start, group_index = int((positions < 0).sum(-1).min()), self._leaders()
 
         def by_age(parts: Sequence[Any]) -> Tensor:
             x = self._joined(parts, 0)
@@ -64,7 +64,7 @@ class KeptKV:
         if self.blocks[0].scores is not None:
             scores = by_age([b.scores for b in self.blocks]).masked_fill(positions < 0, 0.0)
         if self.blocks[0].log_weights is not None:
-            log_weights = by_age([b.log_weights for b in self.blocks])
+            log_weights = by_age([b.log_weights for b in self.blocks]).float()
         if group_index is not None:
             weights = token_numbers(positions, group_index)
         stored = [b.stored for b in self.blocks]
@@ -117,9 +117,12 @@ class KeptKV:
         """Return the positions [B, H, U] of all pairs, and how many tokens each stands for."""
         positions = self._joined([b.held for b in self.blocks], -1).long()
         positions = positions.unflatten(0, (self.batch, self.heads))
-        if self.group_index is None:
-            return positions, None
-        return positions, token_numbers(positions, self.group_index)
+        leaders = self._leaders()
+        return positions, None if leaders is None else token_numbers(positions, leaders)
+
+    def _leaders(self) -> Tensor | None:
+        """Return the position of each token's leader, see `GroupIndex.of`; None without groups."""
+        return None if self.group_index is None else self.group_index.leaders()
 
     def groups(self, seen: int) -> tuple[Tensor, Tensor]:
         """Return group sizes, and the group of each of `seen` tokens, see `CacheState.groups`."""
@@ -130,7 +133,7 @@ class KeptKV:
         # Which tokens lead a group, and which group that is.
         leads = positions.new_zeros(self.batch, self.heads, seen + 1, dtype=torch.bool)
         leads = leads.scatter_(-1, positions.masked_fill(sizes < 2, seen), True)[..., :seen]
-        number, leader = leads.cumsum(-1) - 1, self.group_index.long()
+        number, leader = leads.cumsum(-1) - 1, self.group_index.leaders()
         leader = pad(leader, (0, seen - leader.shape[-1]), value=-1)
         is_grouped = (leader >= 0) & leads.gather(-1, leader.clamp(min=0))
         group = number.gather(-1, leader.clamp(min=0)).masked_fill(~is_grouped, -1)
@@ -147,7 +150,7 @@ class KeptKV:
         shares = shares.scatter_(-1, positions.masked_fill(positions < 0, seen), share)[..., :seen]
         if self.group_index is None:
             return shares
-        leader = self.group_index.long()
+        leader = self.group_index.leaders()
         leader = pad(leader, (0, seen - leader.shape[-1]), value=-1)
         return torch.where(leader < 0, shares, shares.gather(-1, leader.clamp(min=0)))
 

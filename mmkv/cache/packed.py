@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from mmkv.cache.codes import BITS
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import first_slots, planned
+from mmkv.cache.group_index import GroupIndex
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, block_of
 from mmkv.cache.plain import PlainKV
@@ -31,8 +31,10 @@ def packed(kept: KeptKV) -> dict[str, Tensor]:
         positions: int16 [n], or int32 if one needs it.
         keys, values: [n, D]. In 8 or 4 bits instead codes [n, P, N] and ranges [n, 2, 2 G], exact
             [x, 2, N] of the x pairs that are held exactly, and mean [B * H, D].
-        scores, bias: float32 [n], accumulated attention and logarithms of weights, if there are.
-        retained, error, group_index: as in `KeptKV`, if they are there.
+        scores, bias: float32 and float16 [n], accumulated attention and logarithms of weights, if
+            there are.
+        group_index: uint8 [B, H, w, T / 8], the planes of the `GroupIndex`, if there is one.
+        retained, error: as in `KeptKV`, if they are there.
     """
     pieces: dict[str, list[Tensor]] = {}
     for block in kept.blocks:
@@ -55,7 +57,9 @@ def packed(kept: KeptKV) -> dict[str, Tensor]:
         found["positions"] = found["positions"].to(torch.int16)
     found["counts"] = found["counts"].view(kept.batch, kept.heads)
     found["sizes"] = torch.tensor(kept.sizes, dtype=torch.int32)
-    others = {name: getattr(kept, name) for name in ("retained", "error", "group_index")}
+    others = {"retained": kept.retained, "error": kept.error}
+    if kept.group_index is not None:
+        found["group_index"] = kept.group_index.planes
     return found | {name: x for name, x in others.items() if x is not None}
 
 
@@ -121,5 +125,7 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
             )
         more = x.get("scores"), x.get("bias"), width
         blocks.append(block_of(rows, stored, positions, schedule, *more))
-    others: Any = {name: tensors.get(name) for name in ("retained", "error", "group_index")}
-    return KeptKV(blocks, B, H, tensors["sizes"].tolist(), **others)
+    planes = tensors.get("group_index")
+    groups = None if planes is None else GroupIndex(planes, prompt.valid.shape[1])
+    shares = tensors.get("retained"), tensors.get("error")
+    return KeptKV(blocks, B, H, tensors["sizes"].tolist(), *shares, groups)

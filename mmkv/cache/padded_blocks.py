@@ -62,7 +62,7 @@ class PaddedBlock:
         schedule: chooses the slot of each new token.
         scores: float32 [R, S], what the next turn adds to or compares with; 0 for later slots. None
             if the score starts anew in every turn.
-        log_weights: float32 [R, S], the logarithm of each slot's weight, which is part of the
+        log_weights: float16 [R, S], the logarithm of each slot's weight, which is part of the
             bias; None: every slot stands for one token.
         bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
             all slots in use are filled. A bool mask would be converted to a bias in every step.

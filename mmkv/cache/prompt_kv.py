@@ -45,8 +45,8 @@ class PromptKV:
         tail: the last queries of the prompt's chunks so far.
         weights: float32 [B, H, U], how many tokens each pair stands for; None: one each.
         log_weights: float32 [B, H, U], added to the logits of each pair; None if `weights` is None.
-        group_index: [B, H, T], the group of each token seen up to the last turn, see
-            `KeptKV.group_index`; None if there are no groups.
+        group_index: int64 [B, H, T], the group of each token seen up to the last turn, by its
+            leader, see `GroupIndex.of`; None if there are no groups.
         measured: float32 [B], the result of `Layers.measure` for the layer sizes; None: not used.
         readers: queries that the weights of groups are fitted to; None: a weight is a count.
         evicted: whether an earlier eviction may have dropped tokens.
@@ -250,13 +250,12 @@ class PromptKV:
         return replace(new, query=torch.cat([tail.query, new.query], 2), mask=mask, rotary=rotary)
 
 
-def token_numbers(positions: Tensor, group_index: Tensor) -> Tensor:
+def token_numbers(positions: Tensor, leaders: Tensor) -> Tensor:
     """Return how many tokens each pair stands for, float32 [B, H, U]; 1 for an empty slot.
 
-    `group_index` is [B, H, T], the group of each token, see `KeptKV`.
+    `leaders` is int64 [B, H, T], the leader of each token's group, see `GroupIndex.of`.
     """
-    T, groups = group_index.shape[-1], group_index.long()
-    counts = torch.zeros(*groups.shape[:2], T + 1, device=groups.device)  # T: no token
-    counts.scatter_add_(-1, groups.clamp(min=0), (groups >= 0).to(counts.dtype))
-    leaders = positions.masked_fill(positions < 0, T).clamp(max=T)
-    return counts.gather(-1, leaders).clamp(min=1.0)
+    T = leaders.shape[-1]
+    counts = torch.zeros(*leaders.shape[:2], T + 1, device=leaders.device)  # T: no token
+    counts.scatter_add_(-1, leaders.clamp(min=0), (leaders >= 0).to(counts.dtype))
+    return counts.gather(-1, positions.masked_fill(positions < 0, T).clamp(max=T)).clamp(min=1.0)

@@ -287,12 +287,11 @@ class CacheState(Cache):
                 "prompt: mask them in every chunk"
             )
         for state in states:
-            group_index = state.group_index if isinstance(state, KeptKV) else None
-            if group_index is None:
+            if not isinstance(state, KeptKV) or state.group_index is None:
                 continue
-            grouped = hidden.to(group_index.device)[:, : group_index.shape[-1]] & (
-                group_index >= 0
-            ).any(1)
+            leaders = state.group_index.leaders()
+            in_group = (leaders >= 0).any(1)
+            grouped = hidden.to(leaders.device)[:, : leaders.shape[-1]] & in_group
             if bool(grouped.any()):
                 row, position = grouped.nonzero()[0].tolist()
                 raise ValueError(

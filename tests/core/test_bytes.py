@@ -46,7 +46,8 @@ def held_since(before: dict[int, int]) -> int:
 
 def of_groups(cache) -> int:
     """Bytes that say which tokens groups have, and what these weigh."""
-    found = [x.state.group_index for x in cache.layers]
+    indices = [x.state.group_index for x in cache.layers]
+    found = [None if x is None else x.planes for x in indices]
     found += [b.log_weights for x in cache.layers for b in x.blocks]
     return sum(x.untyped_storage().nbytes() for x in found if x is not None)
 

@@ -11,7 +11,6 @@ from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import ROWS, generate, prefilled
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.evict import _leaders
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.scores.observers import Observers, observer_scores, output_gram
 
@@ -90,20 +89,6 @@ def test_a_mask_that_hides_a_token_of_a_group_is_refused(models):
             model(**step, past_key_values=cache)
         mask[0, grouped], mask[0, 89] = 1, 0  # one that is kept alone may be hidden
         model(**step, past_key_values=cache)
-
-
-@pytest.mark.parametrize(("seen", "bytes_each"), [(30_000, 2), (40_000, 4)])
-def test_groups_of_long_prompts_are_told_apart(seen, bytes_each):
-    """By the position of their first token, in two bytes as long as these hold it."""
-    held = PromptKV(*torch.zeros(2, 1, 1, 3, 2), torch.tensor([[[10, seen - 900, seen - 500]]]))
-    slot, leads = torch.tensor([[[0, 1, 1]]]), torch.tensor([[[-1, seen - 900]]])
-    found = _leaders(slot, leads, held, seen)
-    assert found.shape == (1, 1, seen)
-    assert found.dtype.itemsize == bytes_each
-    assert {i: int(found[0, 0, i]) for i in found[0, 0].add(1).nonzero()[:, 0].tolist()} == {
-        seen - 900: seen - 900,
-        seen - 500: seen - 900,
-    }
 
 
 def test_a_token_written_over_a_group_stands_for_itself(models):

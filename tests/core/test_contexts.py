@@ -19,6 +19,7 @@ from helpers.marks import cases, older_than, since
 from helpers.masking import held_by, held_sets, masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import DECODING, generate, options_of, short
+from mmkv.cache.group_index import GroupIndex
 from mmkv.context_files import TOKENWISE
 
 NEW = 5
@@ -216,7 +217,9 @@ def storage(context):
             found[i, j, "rows"] = torch.from_numpy(block.row_numbers)
             if block.bias is not None:
                 found[i, j, "bias"] = block.bias[:, :, : block.schedule.used]
-        rest = {k: getattr(layer.state, k) for k in ("sizes", "retained", "error", "group_index")}
+        rest = {k: getattr(layer.state, k) for k in ("sizes", "retained", "error")}
+        index = layer.state.group_index
+        rest["planes"] = None if index is None else index.planes
         found |= {(i, k): torch.as_tensor(x) for k, x in rest.items() if x is not None}
     return found
 
@@ -437,13 +440,13 @@ def said(name, value):
     return lambda tensors, about: about.update({name: value})
 
 
-def floats(name):
+def floats(name, other=torch.float16):
     """What no tensor of numbers may be."""
     return [
         *(put(name, value, (0,)) for value in (float("nan"), float("inf"))),
         made(name, lambda x: x[..., 1:]),
         made(name, lambda x: torch.cat([x, x])),
-        made(name, lambda x: x.to(torch.float16)),
+        made(name, lambda x: x.to(other)),
         made(name, lambda x: x.to(torch.float64)),
         made(name, lambda x: x[None]),
         made(name, lambda x: x.new_zeros(())),
@@ -458,18 +461,30 @@ def lead_itself(group):
     return group
 
 
-def lead_by_another(group):
-    """The first leader of a head follows the last one, and its members still follow it."""
-    leaders = group[0, 0][group[0, 0] >= 0].unique()
-    group[0, 0, leaders[0]] = leaders[-1]
-    return group
+def regrouped(change):
+    """A file whose tokens have other leaders."""
+    return made(
+        KEPT + "group_index", lambda x: GroupIndex.of(change(GroupIndex(x, 40).leaders())).planes
+    )
+
+
+def led_by(token, ahead):
+    """A file whose token has the leader that is so many leaders ahead."""
+
+    def change(planes):
+        w, (byte, bit) = planes.shape[2], divmod(token, 8)
+        bits = torch.tensor([(ahead + 2 ** (w - 1)) >> i & 1 for i in range(w)])
+        planes[0, 0, :, byte] = planes[0, 0, :, byte] & ~(1 << bit) | bits << bit
+        return planes
+
+    return made(KEPT + "group_index", change)
 
 
 KEPT = "layers.1."
 HOSTILE = {
     **{f"{n}-{i}": f for n in ("keys", "values") for i, f in enumerate(floats(KEPT + n))},
     **{f"scores-{i}": f for i, f in enumerate(floats(KEPT + "scores"))},
-    **{f"bias-{i}": f for i, f in enumerate(floats(KEPT + "bias"))},
+    **{f"bias-{i}": f for i, f in enumerate(floats(KEPT + "bias", torch.float32))},
     **{f"retained-{i}": f for i, f in enumerate(floats(KEPT + "retained")[:6])},
     **{
         f"no {n}": made(KEPT + n, lambda x: None)
@@ -507,12 +522,13 @@ HOSTILE = {
     "more slots": put(KEPT + "counts", torch.tensor([0, 1]), "added"),
     "groups of int64": made(KEPT + "group_index", lambda x: x.long()),
     "groups of fewer tokens": made(KEPT + "group_index", lambda x: x[..., 1:]),
-    "group -2": put(KEPT + "group_index", -2, (0, 0, -1)),
-    "group T": put(KEPT + "group_index", 40, (0, 0, -1)),
-    "a leader that is not held": made(KEPT + "group_index", lambda x: x.masked_fill(x >= 0, 1)),
-    "a group of one that is not held": made(KEPT + "group_index", lead_itself),
-    "a leader in another's group": made(KEPT + "group_index", lead_by_another),
-    "a leader in a group": made(KEPT + "group_index", lambda x: torch.where(x >= 0, x.flip(-1), x)),
+    "groups of more bits": made(KEPT + "group_index", lambda x: x.repeat(1, 1, 9, 1)),
+    "groups of one bit": made(KEPT + "group_index", lambda x: x[:, :, :1]),
+    "groups of no bits": made(KEPT + "group_index", lambda x: x[:, :, :0]),
+    "a leader behind the last": led_by(39, 1),
+    "a leader before the first": led_by(0, -1),
+    "a leader that is not held": regrouped(lambda x: x.masked_fill(x >= 0, 1)),
+    "a group of one that is not held": regrouped(lead_itself),
     "error without kv_dtype": made(KEPT + "error", lambda x: torch.zeros(1, 2)),
     "no ids": made("inputs.input_ids", lambda x: None),
     "ids of floats": made("inputs.input_ids", lambda x: x.float()),
@@ -539,11 +555,11 @@ HOSTILE = {
     "header a list": lambda tensors, about: "[]",
     "header nested": lambda tensors, about: "[" * 10**5,
     "header a long number": lambda tensors, about: "9" * 5000,
-    "header of one entry": lambda tensors, about: json.dumps({"version": 5}),
+    "header of one entry": lambda tensors, about: json.dumps({"version": 6}),
     **{
         f"{name}={value!r}": said(name, value)
         for name, values in {
-            "version": (3, 4, 6, True, "5", None, 5.0),
+            "version": (3, 5, 7, True, "6", None, 6.0),
             "plan": ("", {}, [], "[" * 10**5, {"policy": []}, 3, None),
             "weights": ("", 3),
             "dtype": ("torch.float16", "nonsense", 3),

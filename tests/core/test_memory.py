@@ -99,10 +99,12 @@ def test_what_a_share_of_sixteen_bits_buys():
     assert just_below.kv_dtype == "int4"
     for share in (0.2, 0.1):
         assert bought(share).budget(4000) == pytest.approx((share * 256 - once / 4000) / 72)
-    # Groups: a weight of 4 bytes a slot, and an index of 2 or, for longer prompts, 4 a token seen.
-    grouped = bought(0.1, grouped=True)
-    assert grouped.budget(4000) == pytest.approx((25.6 - 2 - once / 4000) / 76)
-    assert grouped.budget(40_000) == pytest.approx((25.6 - 4 - once / 40_000) / 76)
+    # Groups: a weight of 2 bytes a slot, and for each token seen a code that tells the leaders of
+    # a run apart. 0.34 of 512 tokens are 177 leaders, to be counted forwards and backwards.
+    grouped = bought(0.1, run=512)
+    assert grouped.budget(4000) == pytest.approx((25.6 - 9 / 8 - once / 4000) / 74)
+    grouped = bought(0.02, run=512)  # 35 leaders
+    assert grouped.budget(40_000) == pytest.approx((5.12 - 7 / 8 - once / 40_000) / 74)
 
 
 def test_a_share_is_of_the_models_own_type():

@@ -1,0 +1,64 @@
+"""Which group holds each token of a layer, in a few bits a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+@dataclass(frozen=True)
+class GroupIndex:
+    """The group of each of T tokens, for all heads of a layer.
+
+    A group is named by its leader, one of its tokens. Groups are made inside runs of the prompt, so
+    few leaders lie between a token and its own: their number, signed, is the token's code of w
+    bits. Code 0 is a token in no group, and the largest code a leader.
+
+    Attributes:
+        planes: uint8 [B, H, w, T / 8], the bits of the codes, eight tokens a byte.
+        n_tokens: T.
+    """
+
+    planes: Tensor
+    n_tokens: int
+
+    @classmethod
+    def of(cls, leaders: Tensor) -> GroupIndex:
+        """Store `leaders`, int64 [B, H, T], the position of each token's leader; -1 for none."""
+        T, device = leaders.shape[-1], leaders.device
+        leads = leaders == torch.arange(T, device=device)
+        number = leads.cumsum(-1)
+        ahead = number.gather(-1, leaders.clamp(min=0)) - number
+        ahead.masked_fill_(leaders < 0, 0)
+        least, most = torch.stack(ahead.aminmax()).tolist() if ahead.numel() else (0, 0)
+        w = max(-least, 1 + most).bit_length() + 1
+        code = ahead.add_(2 ** (w - 1)).masked_fill_(leaders < 0, 0).masked_fill_(leads, 2**w - 1)
+        bits = (code.int()[:, :, None] >> torch.arange(w, device=device)[:, None]) & 1
+        eights = pad(bits.to(torch.uint8), (0, -T % 8)).unflatten(-1, (-1, 8))
+        places = torch.arange(8, device=device, dtype=torch.uint8)
+        return cls((eights << places).sum(-1, dtype=torch.uint8), T)
+
+    def leaders(self) -> Tensor:
+        """Return the position of each token's leader, int64 [B, H, T]; -1 for none."""
+        (B, H, w, _), T, device = self.planes.shape, self.n_tokens, self.planes.device
+        places = torch.arange(8, device=device, dtype=torch.uint8)
+        bits = ((self.planes[..., None] >> places) & 1).flatten(-2)[..., :T].int()
+        code = (bits << torch.arange(w, device=device)[:, None]).sum(2)
+        leads = code == 2**w - 1
+        number = leads.cumsum(-1)
+        # The position of each leader, by number.
+        at = number.new_full((B, H, T + 1), -1)
+        at.scatter_(
+            -1, number.masked_fill(~leads, 0), torch.arange(T, device=device).expand_as(at[..., :T])
+        )
+        at[..., 0] = -1
+        own = torch.where(leads, number, number + code - 2 ** (w - 1))
+        return at.gather(-1, own.clamp(0, T)).masked_fill_(code == 0, -1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self.planes.untyped_storage().nbytes()
