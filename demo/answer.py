@@ -23,6 +23,7 @@ from mmkv import chat, picture
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.layer import CompressedLayer, nbytes
 from mmkv.calls import CACHE, cache_in
+from mmkv.terminal import of_bytes
 
 if TYPE_CHECKING:
     from .conversation import Settings
@@ -42,6 +43,14 @@ class Side:
     nbytes: int = 0  # of the cache
     full_nbytes: int = 0  # of a full cache of the same tokens
     kept: float = 1.0  # share of the prompt's key-value pairs
+    compressed: bool = False  # whether its cache evicts
+
+    @property
+    def size(self) -> str:
+        """The cache's bytes beside a full one's; if it is no smaller, the text says why."""
+        text = of_bytes(self.nbytes, self.full_nbytes)
+        short = self.compressed and self.nbytes >= self.full_nbytes
+        return f"{text}, prompt too short to compress" if short else text
 
 
 class Answer:
@@ -118,12 +127,13 @@ class Answer:
         text: str = self._loaded.processor.decode(reply_ids, skip_special_tokens=True)
         rate = (len(seconds) - 1) / sum(seconds[1:]) if len(seconds) > 1 else None
         used_nbytes = full_nbytes = sum(map(nbytes, self.cache.layers))
-        kept = 1.0
+        kept, compressed = 1.0, False
         if isinstance(self.cache, CompressedCache):
-            report = self.cache.report()
+            report, compressed = self.cache.report(), not self.cache.plan.keeps_everything
             full_nbytes, kept = report.full_nbytes, report.prompt_fraction
         text = text.strip().removesuffix("�")
-        return Side(text, len(seconds), seconds[0], rate, used_nbytes, full_nbytes, kept)
+        first = seconds[0]
+        return Side(text, len(seconds), first, rate, used_nbytes, full_nbytes, kept, compressed)
 
 
 def generation(settings: Settings, device: torch.device) -> dict[str, Any]:

@@ -477,23 +477,26 @@ def test_a_plan_in_bytes(capsys):
     assert (code, "int4" in out) == (0, True)
 
 
-def test_a_verdict_says_where_answers_part_and_what_is_gained(text_model):
-    with mmkv.wrapped(text_model, "snapkv", 0.3, least=40), torch.no_grad():
-        some, whole = (
-            text_model(**make_inputs("llama", (n,)), use_cache=True).past_key_values.report()
-            for n in (90, 30)
-        )
+def test_a_verdict_says_where_answers_part_and_what_is_gained():
     full = Side("a red ring on the left", 32, rate=25.0, nbytes=4096, full_nbytes=4096)
-    same = dataclasses.replace(full, nbytes=1024, rate=40.0)
-    assert verdict(full, same, some) == [
+    same = dataclasses.replace(full, nbytes=1024, rate=40.0, compressed=True)
+    assert verdict(full, same) == [
         "same answer", "cache: 1.0 of 4.0 KiB (25%)", "40 to 25 ms a token",
     ]  # fmt: skip
-    assert len(verdict(full, dataclasses.replace(same, tokens=31), some)) == 2
-    other = dataclasses.replace(same, text="a red box", rate=None)
-    assert verdict(full, other, whole) == [
+    assert len(verdict(full, dataclasses.replace(same, tokens=31))) == 2
+    other = dataclasses.replace(same, text="a red box", rate=None, nbytes=5000)
+    assert verdict(full, other) == [
         "the answers part after 2 of 6 words: ring on the left / box",
-        "the prompt is so short that all of it is kept: there is nothing to gain",
+        "cache: 4.9 of 4.0 KiB (122%), prompt too short to compress",
     ]
+
+
+@pytest.mark.usefixtures("load")
+@pytest.mark.parametrize("words", [("Hi",), ("Hi", "--budget", "0.5"), ("Hi", "--policy", "full")])
+def test_a_cache_as_large_as_the_full_one_has_its_reason(capsys, words):
+    out, _, code = run(capsys, "chat", *words, *SHORT)
+    assert code == 0
+    assert ("prompt too short to compress" in out) == ("full" not in words)
 
 
 @pytest.mark.parametrize(

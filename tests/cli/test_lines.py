@@ -10,7 +10,7 @@ from helpers.marks import cases
 from helpers.picture_chat import picture_chat
 from mmkv import chat
 from mmkv.builtin import example_pictures
-from mmkv.cli.chat import Lines
+from mmkv.cli.converse import Lines
 from mmkv.demo.conversation import Conversation, Settings
 from mmkv.loading import untrusted
 
