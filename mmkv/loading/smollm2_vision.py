@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mmkv.loading import cache_folder, make_once, quiet
 from mmkv.loading.names import ORDINALS
@@ -124,20 +124,34 @@ def add_parts(model: Any, parts: dict[str, Any]) -> None:
                 weights[name].copy_(part)
 
 
+def save(model: Any, processor: Any, folder: Path) -> None:
+    """Save a model that `build` made, with the tower's names as in published checkpoints of LLaVA.
+
+    transformers 5 writes shorter ones and reads both; vLLM 0.32 knows the published ones alone.
+    """
+    with quiet():
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    published = "vision_tower.vision_model."
+    if not any(published in name for name in weights):
+        weights = {k.replace("vision_tower.", published): x for k, x in weights.items()}
+    save_file(weights, path, metadata={"format": "pt"})
+
+
 def assembled(load: Callable[[], tuple[Any, Any]], source: str) -> Path:
     """Return the folder of the whole checkpoint, made if it does not exist.
 
     `load` returns SmolLM2 and its tokenizer; `source` identifies the copy of its weights.
     """
-    identity = (source + _TEMPLATE).encode() + PARTS.read_bytes()
+    identity = (source + _TEMPLATE + "published names").encode() + PARTS.read_bytes()
     digest = hashlib.blake2b(identity, digest_size=16).hexdigest()
 
     def make(folder: Path) -> None:
         model, processor = build(*load())
         add_parts(model, load_file(PARTS))
-        with quiet():
-            model.save_pretrained(folder)
-            processor.save_pretrained(folder)
+        save(model, processor, folder)
 
     root = cache_folder() / "smollm2-vision"
     if (folder := make_once(root / digest, make, "smollm2-vision")) is None:
