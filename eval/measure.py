@@ -164,7 +164,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
         """Return all tokens of the prompts, and the reader of those not in a cache yet."""
         if context is not None:
             return behind(context, batch.apart[1])
-        return batch.inputs, None if captured is None else captured.read(model)
+        return batch.inputs, None if captured is None else captured.reader(model)
 
     answers = batch.answers if scores_answers else None
     replies = batch.replies if compares and not is_full else None

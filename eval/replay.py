@@ -10,7 +10,7 @@ Replies are read on by `generate` where it changes logits: see `mmkv.forcing.cha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
+from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.calls import CACHE, passing
 from mmkv.contexts import Context
 from mmkv.forcing import Read, Steps, up_to_end
-from mmkv.layer_inputs import Rotary
+from mmkv.layer_inputs import LayerInputs
 from mmkv.registry import get_policy
 from mmkv.wrapping import comparing, wrapped
 
@@ -35,17 +35,14 @@ class Capture(CompressedCache):
 
     Attributes:
         logits: float [B, 1, V], of the token after the prompt.
-        calls: by layer keys and values [B, H, N, D], and, if the layer is compressed, the arguments
-            of its attention.
-        rotary: rotary embeddings by layer.
+        calls: by layer keys and values [B, H, N, D], and, if the layer is compressed, its inputs.
     """
 
     logits: Tensor
 
     def __init__(self, config: Any, plan: CacheConfig) -> None:
         super().__init__(config, plan)
-        self.calls: dict[int, tuple[Tensor, Tensor, AttentionCall | None]] = {}
-        self.rotary: dict[int, Rotary] = {}
+        self.calls: dict[int, tuple[Tensor, Tensor, LayerInputs | None]] = {}
 
     @classmethod
     def of(cls, model: Any, inputs: Mapping[str, Any]) -> Capture:
@@ -64,20 +61,20 @@ class Capture(CompressedCache):
         attachment = attachment_of(model)
         cache = CompressedCache(attachment.parts.config, attachment.plan)
         prompt: Any = self.prompt
-        # Only scores that use rotary embeddings get them, as in a pass of the wrapped model.
-        rotary = dict(self.rotary) if attachment.plan.policy.score.uses_rotary else {}
-        running = ForwardPass(ids=self.ids, parts=attachment.parts, rotary=rotary)
+        uses_rotary = attachment.plan.policy.score.uses_rotary
+        running = ForwardPass(ids=self.ids, parts=attachment.parts)
         token = current.set(running)
-        no_output = torch.empty(0), None  # in place of a layer's output, which is not read
         try:
             with torch.no_grad():
-                scores = partial(self._scores, running, attachment.plan)
-                cache.begin(running, prompt.valid, None, prompt.image, scores)
-                for i, (key, value, call) in self.calls.items():
+                if cache.begin(running, prompt.valid, None, prompt.image):
+                    cache.size(self._scores(attachment.plan, prompt))
+                for i, (key, value, inputs) in self.calls.items():
                     cache.update(key, value, i)
-                    if call is not None:
+                    if inputs is not None:
                         running.pending = None
-                        cache.attend(i, call, no_output)
+                        # Only scores that use rotary embeddings get them, as in a pass of a model.
+                        rotary = inputs.rotary if uses_rotary else None
+                        cache.read(replace(inputs, rotary=rotary))
                 phase: Any = cache.phase
                 phase.similarity = dict(self.phase.similarity)
                 cache.finish()
@@ -85,19 +82,15 @@ class Capture(CompressedCache):
             current.reset(token)
         return cache
 
-    def read(self, model: Any) -> Read:
+    def reader(self, model: Any) -> Read:
         """Return a replacement of the wrapped model's pass of the prompts, for `mmkv.forcing`."""
         return lambda: (self.replayed(model), self.logits)
 
-    def _scores(self, running: ForwardPass, plan: CacheConfig, prompt: TokenMasks) -> list[Tensor]:
+    def _scores(self, plan: CacheConfig, prompt: TokenMasks) -> list[Tensor]:
         """Return the scores of each compressed layer, as XKV's first pass computes them."""
-        scores = list[Tensor]()
-        for i, (*_, call) in self.calls.items():
-            if call is not None:
-                arguments = call._replace(mask=running.view(call.mask, prompt.valid))._asdict()
-                layer = running.inputs(i, **arguments, valid=prompt.valid, image=prompt.image)
-                scores.append(importance(plan.policy, layer, prompt.windows))
-        return scores
+        layers = [inputs for *_, inputs in self.calls.values() if inputs is not None]
+        layers = [replace(x, image=prompt.image.to(x.key.device)) for x in layers]
+        return [importance(plan.policy, x, prompt.windows) for x in layers]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -112,16 +105,9 @@ class Capture(CompressedCache):
         """Raise ValueError: recurrent states cannot be recorded."""
         raise ValueError("a pass of a model with linear attention cannot be taken in")
 
-    def attend(
-        self, layer_idx: int, call: AttentionCall, own: tuple[Tensor, Any] | None
-    ) -> tuple[Tensor, Any]:
+    def read(self, inputs: LayerInputs) -> None:
         """Record all inputs of a compressed layer's attention."""
-        running = current.get()
-        assert running is not None
-        self.calls[layer_idx] = call.key, call.value, call
-        self.rotary |= running.rotary
-        assert own is not None
-        return own
+        self.calls[inputs.layer_idx] = inputs.key, inputs.value, inputs
 
     def finish(self) -> None:
         """Evict nothing."""

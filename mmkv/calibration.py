@@ -188,27 +188,25 @@ class _Probe(CompressedCache):
             return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
         return recurrent_states
 
-    def attend(
-        self, layer_idx: int, call: AttentionCall, own: tuple[Tensor, Any] | None
-    ) -> tuple[Tensor, Any]:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Compute the reply's attention over the whole prompt, and over the pairs of each level.
 
         In float32, as bfloat16 would round small changes of outputs away.
         """
         if self.expects_prompt:
-            return super().attend(layer_idx, call, own)
-        query, key, value, _, scale, softcap = call
+            return super().attend(call)
+        query, key, value, _, scale, softcap, layer_idx = call
         layer, prompt = self.layers[layer_idx], self.prompt
         assert isinstance(layer, CompressedLayer)
         assert isinstance(layer.state, PromptKV)
         assert prompt is not None
         prompt_kv = layer.state
-        first = layer.seen - query.shape[2]
-        new = torch.arange(first, layer.seen, device=key.device).expand(len(key), 1, -1)
+        new = torch.arange(layer.seen - query.shape[2], layer.seen, device=key.device)
+        new = new.expand(len(key), 1, -1)
 
         def attend_to(past: PromptKV) -> Tensor:
             past = past.extended(key.float(), value.float(), new)
-            return past.attend(query.float(), first, scale=scale, softcap=softcap)
+            return past.attend(query.float(), scale=scale, softcap=softcap)
 
         output = attend_to(prompt_kv)
         if not output.requires_grad:
@@ -223,7 +221,7 @@ class _Probe(CompressedCache):
                 kept = evict(prompt_kv, self.plan, prompt, sizes, 0, layer_idx).dense()
                 changes.append(attend_to(kept) - output)
         self.changes.append(torch.stack(changes))
-        return output.to(query.dtype), None
+        return output.to(query.dtype)
 
     def costs(self, log_p: Tensor, valid: Tensor, generator: torch.Generator) -> Tensor:
         """Return cost curves [L, H, R], in nats, summed over all tokens that are `valid` [B, T].

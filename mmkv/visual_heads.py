@@ -20,8 +20,6 @@ from torch.nn.functional import pad
 from mmkv import adapters
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.forward_pass import Reading
-from mmkv.cache.prompt_kv import PromptKV
 from mmkv.calls import passing, unwrap_container
 from mmkv.forcing import greedy
 from mmkv.layer_inputs import LayerInputs
@@ -96,8 +94,9 @@ class _Probe(CompressedCache):
         self.regions = regions  # bool [T, N + T]
         self.hits: list[Tensor] = []  # by layer, float64 [H]
 
-    def _read(self, layer_idx: int, phase: Reading, prompt_kv: PromptKV, new: LayerInputs) -> None:
-        self.hits.append(head_hits(new, self.regions.to(new.key.device)).cpu())
+    def read(self, inputs: LayerInputs) -> None:
+        """Count where the heads of a layer attend most."""
+        self.hits.append(head_hits(inputs, self.regions.to(inputs.key.device)).cpu())
 
 
 def head_hits(layer: LayerInputs, regions: Tensor) -> Tensor:

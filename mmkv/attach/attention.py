@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,10 +21,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import TokenMasks
-from mmkv.cache.forward_pass import AttentionCall, ForwardPass, Reading, current
+from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.calls import without
+from mmkv.layer_inputs import LayerInputs
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"
 # as its own flash attention, so ours avoid the word.
@@ -64,9 +66,10 @@ def _attention(
         return delegate()
     scale = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    call = AttentionCall(query, key, value, attention_mask, scale, kwargs.get("softcap"))
+    softcap = kwargs.get("softcap")
+    call = AttentionCall(query, key, value, attention_mask, scale, softcap, module.layer_idx)
     if running.collector is not None:
-        out = running.collector.add(module.layer_idx, call)
+        out = running.collector.add(running.inputs(call))
         return delegate() if out is None else (out, None)
     layer_idx, running.pending = running.pending, None
     if layer_idx is None:  # this layer is not compressed
@@ -76,9 +79,12 @@ def _attention(
             f"{type(module).__name__} uses learned sinks or position biases, which the compressed "
             "cache does not compute: mmkv.unwrap(model)"
         )
-    cache: Any = running.cache
-    first = isinstance(cache.phase, Reading) and cache.layers[layer_idx].state is None
-    return cache.attend(layer_idx, call, delegate() if first else None)
+    cache = running.cache
+    assert cache is not None
+    output = delegate() if cache.is_empty(layer_idx) else (cache.attend(call), None)
+    if cache.reading is not None:
+        cache.read(running.inputs(call))
+    return output
 
 
 def _base_function(base: str, module: nn.Module) -> tuple[Callable[..., Any], Any]:
@@ -112,34 +118,34 @@ class _Enough(Exception):  # noqa: N818 - a signal, not an error
 class _Collector:
     """Collects the scores of the compressed layers in a pass that stores nothing."""
 
+    cache: CompressedCache
     prompt: TokenMasks
-    running: ForwardPass
     scores: list[Tensor] = field(default_factory=list[Tensor])
 
-    def add(self, layer_idx: int, call: AttentionCall) -> None:
+    def add(self, layer: LayerInputs) -> None:
         """Score one layer; end the pass after the last one."""
-        cache = self.running.cache
-        assert cache is not None
-        if layer_idx not in cache.ordinal:
+        if layer.layer_idx not in self.cache.ordinal:
             return
-        valid, image = self.prompt.valid, self.prompt.image.to(call.key.device)
-        arguments = call._replace(mask=self.running.view(call.mask, valid))._asdict()
-        layer = self.running.inputs(layer_idx, valid=valid, image=image, **arguments)
-        present = layer.valid.to(call.key.device) if any(self.prompt.inner) else None
-        self.scores.append(importance(cache.plan.policy, layer, self.prompt.windows, present))
-        if len(self.scores) == len(cache.compressed):
+        layer = replace(layer, image=self.prompt.image.to(layer.key.device))
+        present = layer.valid if any(self.prompt.inner) else None
+        policy = self.cache.plan.policy
+        self.scores.append(importance(policy, layer, self.prompt.windows, present))
+        if len(self.scores) == len(self.cache.compressed):
             raise _Enough
 
 
 def run_mini_prefill(
-    running: ForwardPass, decoder: nn.Module, arguments: dict[str, Any], prompt: TokenMasks
+    running: ForwardPass, decoder: nn.Module, arguments: dict[str, Any]
 ) -> list[Tensor]:
     """Return the scores [B, H or 1, N] of the compressed layers from a pass that stores nothing.
 
     XKV (arXiv 2412.05896, section IV-A): the pass ends inside the last layer, once its attention
     scores are known.
     """
-    running.collector = collector = _Collector(prompt, running)
+    cache = running.cache
+    assert cache is not None
+    assert cache.prompt is not None
+    running.collector = collector = _Collector(cache, cache.prompt)
     try:
         with torch.no_grad():
             decoder.forward(**{**without(arguments), "use_cache": False})

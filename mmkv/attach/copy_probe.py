@@ -19,7 +19,8 @@ from torch import Tensor
 from mmkv import adapters, digest
 from mmkv.cache.allotment import for_heads
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
+from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.layer_inputs import LayerInputs
 from mmkv.loading import cache_folder
 from mmkv.profiles import Profile
 from mmkv.scores.attention import window_rows
@@ -49,11 +50,12 @@ class _Copies:
     length: int
     scores: dict[int, Tensor]
 
-    def add(self, layer_idx: int, call: AttentionCall) -> None:
+    def add(self, layer: LayerInputs) -> None:
         """Score one layer."""
-        if layer_idx in self.scores:
-            options: Any = {"scale": call.scale, "softcap": call.softcap}
-            self.scores[layer_idx] = copy_scores(call.query, call.key, self.length, **options)
+        if layer.layer_idx in self.scores:
+            self.scores[layer.layer_idx] = copy_scores(
+                layer.query, layer.key, self.length, scale=layer.scale, softcap=layer.softcap
+            )
 
 
 def copy_scores(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -126,9 +125,9 @@ def before_decoder(
         earlier = None
         if full_mask is not None:
             earlier, valid = full_mask[:, :seen], full_mask[:, seen:]
-        mini_prefill = partial(attention.run_mini_prefill, running, parts.decoder, kwargs)
         image = _image_tokens(attachment, cache.plan.policy, running, valid)
-        cache.begin(running, valid, earlier, image, mini_prefill)
+        if cache.begin(running, valid, earlier, image):
+            cache.size(attention.run_mini_prefill(running, parts.decoder, kwargs))
         if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
             cache.remember(running.ids, seen + q)
     else:

@@ -7,7 +7,7 @@ each layer scores the repeated tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from mmkv.cache import selection
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.forward_pass import AttentionCall, ForwardPass, Reading, outside_inference_mode
+from mmkv.cache.forward_pass import ForwardPass, Reading, outside_inference_mode
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.calls import without
+from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.kvzip import Repetition
 
 if TYPE_CHECKING:
@@ -76,9 +77,10 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
         kwargs.pop("cache_position", None)
         if cache.plan.policy.score.outputs:  # type: ignore[attr-defined]
             attachment.remember_inputs()
+        running.valid = None
         try:
             for tokens, present, piece, places in _pieces(decoder, cache, embeds, positions):
-                running.collector = _Repeater(cache, running, tokens, present)
+                running.collector = _Repeater(cache, tokens, present)
                 places = places if len(places) > 1 else places[0]
                 decoder.forward(**{**kwargs, "inputs_embeds": piece, "position_ids": places})
         finally:
@@ -146,28 +148,27 @@ class _Repeater:
     """Attends to the tokens that the layers have stored, and scores the repeated ones."""
 
     cache: CompressedCache
-    running: ForwardPass
     tokens: Tensor  # of the piece, see `_pieces`
     present: Tensor
     # [B, R, hidden], the input of this layer's attention, if `remember_inputs` records it.
     hidden: Tensor | None = None
 
-    def add(self, layer_idx: int, call: AttentionCall) -> Tensor:
+    def add(self, new: LayerInputs) -> Tensor:
         """Score the repeated tokens in one layer, and return its attention output [B, R, Hq, D]."""
-        layer: Any = self.cache.layers[layer_idx]
+        layer: Any = self.cache.layers[new.layer_idx]
         prompt_kv: PromptKV = layer.state
-        (B, _, R, _), device, T = call.query.shape, call.query.device, layer.seen
+        (B, _, R, _), device, T = new.query.shape, new.query.device, layer.seen
         present = self.present.to(device)
         instruction = present.new_ones(B, R - present.shape[1])
         valid = torch.cat([instruction, present], dim=1)
         positions = torch.arange(T, T + R, device=device).masked_fill(~valid, -1)[:, None]
-        prompt_kv.scores = self._scored(prompt_kv, layer_idx, call, valid)
-        extended = prompt_kv.extended(call.key, call.value, positions)
-        return extended.attend(call.query, scale=call.scale, softcap=call.softcap)
+        prompt_kv.scores = self._scored(prompt_kv, new, valid)
+        extended = prompt_kv.extended(new.key, new.value, positions)
+        return extended.attend(new.query, scale=new.scale, softcap=new.softcap)
 
-    def _scored(self, kv: PromptKV, layer_idx: int, call: AttentionCall, valid: Tensor) -> Tensor:
+    def _scored(self, kv: PromptKV, new: LayerInputs, valid: Tensor) -> Tensor:
         """Return the scores [B, H, U] of a layer's tokens, updated for the repeated tokens."""
-        policy, prompt, device = self.cache.plan.policy, self.cache.prompt, call.query.device
+        policy, prompt, device = self.cache.plan.policy, self.cache.prompt, new.query.device
         assert prompt is not None
         B, H, U, D = kv.keys.shape
         tokens, present = self.tokens.to(device), self.present.to(device)
@@ -179,18 +180,16 @@ class _Repeater:
         sink_valid = age.gather(-1, sinks)[:, 0] < tokens[:, :1]
         index = torch.cat([sinks.expand(B, H, -1), columns[:, None].expand(B, H, -1)], dim=2)
         index = index[..., None].expand(-1, -1, -1, D)
-        inputs = self.running.inputs(
-            layer_idx,
-            query=call.query,
-            key=torch.cat([kv.keys.gather(2, index), call.key], dim=2),
-            value=torch.cat([kv.values.gather(2, index), call.value], dim=2),
+        inputs = replace(
+            new,
+            key=torch.cat([kv.keys.gather(2, index), new.key], dim=2),
+            value=torch.cat([kv.values.gather(2, index), new.value], dim=2),
             valid=torch.cat([sink_valid, present, valid], dim=1),
-            scale=call.scale,
-            softcap=call.softcap,
+            mask=None,
             hidden=self.hidden,
         )
-        new = selection.importance(policy, inputs, [0] * B)[..., n : n + tokens.shape[1]]
+        repeated = selection.importance(policy, inputs, [0] * B)[..., n : n + tokens.shape[1]]
         scores = kv.scores
         if scores is None:
             scores = torch.zeros(B, H, U, device=device)
-        return scores.scatter(2, columns[:, None].expand(B, H, -1), new)  # 0 where absent
+        return scores.scatter(2, columns[:, None].expand(B, H, -1), repeated)  # 0 where absent

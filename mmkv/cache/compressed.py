@@ -10,7 +10,8 @@ the new ones under the same budget. `CacheState` holds the state of the cache be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,12 +82,13 @@ class CompressedCache(CacheState):
         valid: Tensor,
         earlier: Tensor | None,
         image: Tensor | None,
-        mini_prefill: Callable[[TokenMasks], list[Tensor]],
-    ) -> None:
+    ) -> bool:
         """Mark the tokens of a prompt or of its next chunk; set the layer sizes that are known.
 
-        `mini_prefill` returns the scores of every layer from a pass that stores nothing; the masks
-        are those of `TokenMasks.of`.
+        The masks are those of `TokenMasks.of`.
+
+        Returns:
+            whether a first pass, which stores nothing, is to give `size` the scores of all layers.
 
         Raises:
             ValueError: a row has no tokens or is padded on the right, or the mask shows tokens that
@@ -104,28 +106,35 @@ class CompressedCache(CacheState):
             phase.masks_earlier = self._masks_earlier(earlier_valid, earlier)
             earlier_valid = earlier_valid & earlier
         self.prompt = prompt = self._marked(valid, image, earlier_valid)
-        phase.sizes, running.cache = None, self
+        phase.sizes, running.cache, running.valid = None, self, valid
         if phase.until is not None and prompt.valid.shape[1] >= phase.until:
             phase.until = None
         is_complete = phase.until is None
         phase.evicts = is_complete or (plan.evict_chunks and not all(prompt.waits))
         self._prepare_scores(prompt, phase)
         if not phase.evicts:
-            return
+            return False
         if is_complete:
             prompt.check_ends()
-        if is_complete and not phase.keeps_all:
-            plan.log_shortfalls(prompt, len(self.compressed))
+            if not phase.keeps_all:
+                plan.log_shortfalls(prompt, len(self.compressed))
         scores_first = plan.needs_all_layers and plan.policy.layers.mini_prefill
         if scores_first and seen == 0 and any(plan.evicting(prompt)):
-            scores = mini_prefill(prompt)
-            places = torch.arange(valid.shape[1], device=valid.device)
-            positions = places.masked_fill(~prompt.valid, -1)[:, None]
-            phase.sizes = self._sizes(prompt, scores, [positions.to(x.device) for x in scores])
-        elif phase.keeps_all:
+            return True
+        if phase.keeps_all:
             phase.sizes = [prompt.lengths] * len(self.compressed)
         elif not plan.needs_all_layers:
             phase.sizes = self._sizes(prompt)
+        return False
+
+    def size(self, scores: Sequence[Tensor]) -> None:
+        """Set the layer sizes by the scores [B, H or 1, N] of each layer from a first pass."""
+        reading, prompt = self.reading, self.prompt
+        assert reading is not None
+        assert prompt is not None
+        places = torch.arange(prompt.valid.shape[1], device=prompt.valid.device)
+        positions = places.masked_fill(~prompt.valid, -1)[:, None]
+        reading.sizes = self._sizes(prompt, scores, [positions.to(x.device) for x in scores])
 
     def step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
         """Prepare a step of q tokens; `mask` [B, seen + q] is False for tokens they do not see.
@@ -188,101 +197,87 @@ class CompressedCache(CacheState):
         if self._masks_earlier(valid, earlier):
             running.masked = valid & ~earlier
 
-    def attend(
-        self, layer_idx: int, call: AttentionCall, own: tuple[Tensor, Any] | None
-    ) -> tuple[Tensor, Any]:
-        """Compute one layer's attention; for a first prompt, by the model's own function.
-
-        Args:
-            layer_idx: the index of the layer.
-            call: the arguments of the attention function.
-            own: the output of the model's own attention over the new tokens, for a first prompt;
-                None: earlier tokens are kept.
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend from new tokens to all that a layer holds and to themselves; store their pairs.
 
         Returns:
-            [B, q, Hq, D], and attention weights if the model's own attention returns them.
+            [B, q, Hq, D].
         """
-        layer, running, phase = self.layers[layer_idx], current.get(), self.phase
-        assert isinstance(layer, CompressedLayer)
+        layer, running = self._compressed_layer(call.layer_idx), current.get()
         assert running is not None
-        if isinstance(phase, Decoding):
-            if not torch.is_inference_mode_enabled():
-                return self._step(layer_idx, running, call), None
+        if isinstance(self.phase, Reading):
             with outside_inference_mode():
-                return self._step(layer_idx, running, call), None
-        assert self.prompt is not None
-        query, key, value, mask, scale, softcap = call
-        options: Any = {"scale": scale, "softcap": softcap}
-        out, first = own, layer.seen - query.shape[2]
-        new_valid = self.prompt.valid[:, first:]
-        view = running.view(mask, new_valid)
-        with outside_inference_mode():
-            positions = torch.arange(first, layer.seen, device=key.device)
-            positions = positions.masked_fill(~new_valid.to(key.device), -1)[:, None]
-            prompt_kv = PromptKV(key, value, positions)
-            if out is None:
-                past: Any = layer.dense()
-                if phase.masks_earlier:
-                    past = past.masked(self.prompt.valid)
-                prompt_kv = past.extended(key, value, positions)
-        if out is None:
-            attended = prompt_kv.attend(query, among=view, **options)
-            out = refuse_gradient(attended), None
-        with outside_inference_mode(), torch.no_grad():
-            inputs = running.inputs(layer_idx, prompt_kv, query=query, mask=view, **options)
-            if phase.scores:
-                prompt_kv.score(self.plan.policy, inputs, self.prompt, phase.mean_sizes)
-            self._read(layer_idx, phase, prompt_kv, inputs)
-        return out
+                earlier = layer.dense()
+                assert earlier is not None
+                if self.phase.masks_earlier:
+                    assert self.prompt is not None
+                    earlier = earlier.masked(self.prompt.valid)
+                positions = self._new_positions(layer, call.key)
+                layer.state = earlier.extended(call.key, call.value, positions)
+            among = running.view(call.mask)
+            out = layer.state.attend(
+                call.query, scale=call.scale, softcap=call.softcap, among=among
+            )
+        else:
+            with outside_inference_mode():
+                out = self._step(layer, running, call)
+        return refuse_gradient(out)
 
-    def _step(self, layer_idx: int, running: ForwardPass, call: AttentionCall) -> Tensor:
-        """Compute one layer's attention in a decode step, or a continuation by several tokens."""
-        assert self.prompt is not None
-        query, _, _, mask, scale, softcap = call
-        options: Any = {"scale": scale, "softcap": softcap}
-        B, q = len(query), query.shape[2]
-        if q > 1 and running.view(mask, self.prompt.valid.new_ones(B, q)) is not None:
+    def _step(self, layer: CompressedLayer, running: ForwardPass, call: AttentionCall) -> Tensor:
+        """Run a decode step, or a continuation by several tokens, in one layer."""
+        q = call.query.shape[2]
+        if q > 1 and running.view(call.mask) is not None:
             raise ValueError(
                 "image tokens that see later ones continue a compressed prompt: give the new "
                 "turn and the cache to model.generate"
             )
-        layer: Any = self.layers[layer_idx]
-        kept, clock = layer.state, self.clock if self.on_clock else None
-        assert isinstance(kept, KeptKV)
         masked = None if running.masked is None else running.masked.to(call.key.device)
-        out = kept.attend(call, Step(layer.seen - q, q, scale, softcap, clock), masked)
+        clock = self.clock if self.on_clock else None
+        step = Step(layer.seen - q, q, call.scale, call.softcap, clock)
+        out = layer.keeping().attend(call, step, masked)
         if running.observes:
-            layer.remember(query, running.rotary.get(layer_idx))
-            assert isinstance(self.phase, Decoding)
-            if (reading := self.phase.reading) is not None:
-                prompt_kv = kept.dense()
-                queries, rotary = layer.remembered()
-                if rotary is not None:
-                    running.rotary[layer_idx] = rotary
-                inputs = running.inputs(layer_idx, prompt_kv, query=queries, mask=None, **options)
-                with torch.no_grad():
-                    if reading.scores:
-                        prompt_kv.score(self.plan.policy, inputs, self.prompt, reading.mean_sizes)
-                    self._read(layer_idx, reading, prompt_kv, inputs)
-        return refuse_gradient(out) if out.requires_grad else out
+            layer.remember(call.query, running.rotary.get(call.layer_idx))
+        return out
 
-    def _read(self, layer_idx: int, phase: Reading, prompt_kv: PromptKV, new: LayerInputs) -> None:
-        """Evict a layer at once if its size is known, else keep all of its tokens."""
-        layer: Any = self.layers[layer_idx]
-        layer.reply_queries = []
-        if phase.evicts:
-            prompt_kv.tail = Tail()  # the prompt is complete
-        else:
-            assert self.prompt is not None
-            prompt_kv.remember(self.plan.policy, new, self.prompt)
-        layer.state = prompt_kv
-        if phase.sizes is not None:
-            self._evict(layer_idx, phase.sizes[self.ordinal[layer_idx]])
+    def read(self, inputs: LayerInputs) -> None:
+        """Score the tokens of a layer, and evict it if its size is known, else keep them all.
+
+        In a round of generated tokens the queries of all since the last round observe. `inputs` are
+        those of the new tokens, whose pairs `attend` has stored, but in a first pass.
+        """
+        layer, reading, prompt = self._compressed_layer(inputs.layer_idx), self.reading, self.prompt
+        assert reading is not None
+        assert prompt is not None
+        policy = self.plan.policy
+        with outside_inference_mode(), torch.no_grad():
+            if isinstance(layer.state, KeptKV):
+                layer.state = layer.state.dense()
+                queries, rotary = layer.remembered()
+                inputs = replace(inputs, query=queries, rotary=rotary, mask=None)
+            elif layer.state is None:
+                positions = self._new_positions(layer, inputs.key)
+                layer.state = PromptKV(inputs.key, inputs.value, positions)
+            prompt_kv, layer.reply_queries = layer.state, []
+            if reading.scores:
+                prompt_kv.score(policy, inputs, prompt, reading.mean_sizes)
+            if reading.evicts:
+                prompt_kv.tail = Tail()  # the prompt is complete
+            else:
+                prompt_kv.remember(policy, inputs, prompt)
+            if reading.sizes is not None:
+                self._evict(inputs.layer_idx, reading.sizes[self.ordinal[inputs.layer_idx]])
+
+    def _new_positions(self, layer: CompressedLayer, key: Tensor) -> Tensor:
+        """Return the positions of the new tokens, int64 [B, 1, q], -1 for padding."""
+        assert self.prompt is not None
+        first = layer.seen - key.shape[2]
+        positions = torch.arange(first, layer.seen, device=key.device)
+        return positions.masked_fill(~self.prompt.valid[:, first:].to(key.device), -1)[:, None]
 
     def finish(self) -> None:
         """Size and evict the layers that wait for the last layer of the pass."""
         phase, prompt, layers = self.phase, self.prompt, self.compressed
-        reading = self._reading
+        reading = self.reading
         if reading is None or prompt is None or not reading.evicts:
             return
         waiting = [x.state for x in layers if isinstance(x.state, PromptKV)]
@@ -299,8 +294,12 @@ class CompressedCache(CacheState):
         elif phase.until is None:
             self.phase = Decoding()
 
+    def is_empty(self, layer_idx: int) -> bool:
+        """Whether a layer holds nothing yet, so that the model's own attention sees all tokens."""
+        return self._compressed_layer(layer_idx).state is None
+
     @property
-    def _reading(self) -> Reading | None:
+    def reading(self) -> Reading | None:
         """The prompt, or the round of generated tokens, of this pass; None if it only decodes."""
         return self.phase if isinstance(self.phase, Reading) else self.phase.reading
 
@@ -321,7 +320,7 @@ class CompressedCache(CacheState):
         measured: Sequence[Tensor] = (),
     ) -> list[list[int]]:
         """Return each layer's size for each row, [L][B], from the layers' scores and measures."""
-        phase, reading = self.phase, self._reading
+        phase, reading = self.phase, self.reading
         by_layer = {} if reading is None else reading.similarity
         similarity = [by_layer[i][0] for i in sorted(by_layer)]
         layer_values = scores, positions, measured or similarity

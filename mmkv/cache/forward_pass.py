@@ -22,7 +22,6 @@ from mmkv.layer_inputs import LayerInputs, Rotary
 if TYPE_CHECKING:
     from mmkv.adapters import Adapter
     from mmkv.cache.compressed import CompressedCache
-    from mmkv.cache.prompt_kv import PromptKV
 
 Similarity = dict[int, tuple[Tensor, Tensor]]
 NOT_ATTENDED = (
@@ -42,6 +41,7 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None  # [B or 1, 1, q, K]
     scale: float  # factor of the query-key products
     softcap: float | None  # bound of the logits
+    layer_idx: int
 
 
 @dataclass(eq=False)
@@ -57,10 +57,11 @@ class ForwardPass:
         generating: whether `generate` makes the call: it only appends ones to its mask.
         entered: whether the decoder's forward has begun.
         cache: the cache of this pass; None before the decoder begins, and without a cache.
+        valid: bool [B, q], which of the new tokens are no padding; None: all.
         masked: bool [B, seen], kept tokens that the mask hides in this pass; None: none.
         streams: the residual stream [B, q, hidden] before each layer, for SqueezeAttention.
-        collector: set in a pass that stores nothing: `add` takes each layer's `AttentionCall` and
-            returns the layer's output, or None to run the model's own attention.
+        collector: set in a pass that stores nothing: `add` takes each layer's inputs and returns
+            the layer's output, or None to run the model's own attention.
         observes: whether to store the queries of this step, see `CacheState.observes_replies`.
         parts: the model's parts; None outside of the decoder.
         rotary: each layer's rotary embedding of the new tokens, if the score needs it.
@@ -75,6 +76,7 @@ class ForwardPass:
     generating: bool = False
     entered: bool = False
     cache: CompressedCache | None = None
+    valid: Tensor | None = None
     masked: Tensor | None = None
     streams: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     collector: Any = None
@@ -119,20 +121,26 @@ class ForwardPass:
             layer_idx, self.pending = self.pending, None
             raise ValueError(NOT_ATTENDED.format(what=f"layer {layer_idx}"))
 
-    def inputs(self, layer_idx: int, pairs: PromptKV | None = None, **fields: Any) -> LayerInputs:
-        """Return a layer's inputs for its score: `fields`, rotary embedding and output weight.
+    def inputs(self, call: AttentionCall) -> LayerInputs:
+        """Return a layer's inputs of the new tokens, to which the cache adds earlier ones."""
+        valid = self.valid
+        if valid is None:
+            valid = torch.ones(len(call.query), call.query.shape[2], dtype=torch.bool)
+        parts, i = self.parts, call.layer_idx
+        return LayerInputs(
+            query=call.query,
+            key=call.key,
+            value=call.value,
+            valid=valid.to(call.key.device),
+            scale=call.scale,
+            softcap=call.softcap,
+            mask=self.view(call.mask),
+            layer_idx=i,
+            rotary=self.rotary.get(i),
+            weight=None if parts is None else partial(parts.output_weight, i),
+        )
 
-        Keys, values, bias and valid tokens are those of `pairs`; None: they are in `fields`.
-        """
-        if pairs is not None:
-            fields |= {"key": pairs.keys, "value": pairs.values, "bias": pairs.log_weights}
-            fields["valid"] = pairs.positions[:, 0] >= 0
-        parts = self.parts
-        weight = None if parts is None else partial(parts.output_weight, layer_idx)
-        rotary = self.rotary.get(layer_idx)
-        return LayerInputs(layer_idx=layer_idx, rotary=rotary, weight=weight, **fields)
-
-    def view(self, mask: Tensor | None, valid: Tensor) -> Tensor | None:
+    def view(self, mask: Tensor | None) -> Tensor | None:
         """Return which of the q new tokens see which, bool [B, 1, q, q]; None if it is causal.
 
         Prefix-LM masks (PaliGemma) and images whose tokens all see each other (Gemma 3) are not.
@@ -140,19 +148,17 @@ class ForwardPass:
 
         Args:
             mask: [B or 1, 1, q, K], bool or added to the logits, the layer's attention mask; None
-                if transformers passes none because it is causal.
-            valid: bool [B, q], False for padding, whose mask is ignored.
+                if transformers passes none because it is causal. That of padding is ignored.
         """
-        q = valid.shape[1]
-        if mask is None or mask.ndim != 4 or q == 1:
+        if mask is None or mask.ndim != 4 or (q := mask.shape[2]) == 1:
             return None
         if id(mask) not in self._views:
             block = mask[..., -q:]
             if block.dtype != torch.bool:
                 block = block > torch.finfo(block.dtype).min / 2
-            valid = valid.to(mask.device)
-            valid_pairs = valid[:, None, None, :] & valid[:, None, :, None]
             causal = torch.ones(q, q, dtype=torch.bool, device=mask.device).tril()
+            valid = causal.new_ones(1, q) if self.valid is None else self.valid.to(mask.device)
+            valid_pairs = valid[:, None, None, :] & valid[:, None, :, None]
             is_causal = bool((((block ^ causal) & valid_pairs) == 0).all())
             self._views[id(mask)] = mask, None if is_causal else block & valid_pairs
         return self._views[id(mask)][1]

@@ -161,14 +161,14 @@ class PromptKV:
     ) -> None:
         """Score all tokens by the new queries, and combine the result with earlier scores.
 
-        Window scores pool over neighbours in the cache. The layer's inputs `new` have all keys and
-        values, and the queries and the mask of the latest tokens; `mean_sizes` is [B].
+        Window scores pool over neighbours in the cache. `new` are the inputs of the latest tokens;
+        `mean_sizes` is [B].
         """
-        if mean_sizes is not None:
-            size = send(np.array(mean_sizes, np.float32), new.key.device)
-            new = replace(new, size=size)
         windows: Sequence[int] = prompt.windows
         layer, present = self._inputs(new), self._present(new)
+        if mean_sizes is not None:
+            size = send(np.array(mean_sizes, np.float32), self.keys.device)
+            layer = replace(layer, size=size)
         if policy.merge is not None and policy.merge.fit:
             self.readers = ReferenceQueries.of(layer, present, policy.merge.fit, policy.queries)
         if layer.query.shape[2] < self.keys.shape[2] and policy.window_size:
@@ -223,7 +223,14 @@ class PromptKV:
         return present if tail is None else torch.cat([tail.to(present.device), present], dim=1)
 
     def _inputs(self, new: LayerInputs) -> LayerInputs:
-        """Return a layer's inputs with the queries of earlier chunks, and masks over all tokens."""
+        """Return a layer's inputs: all its pairs, and queries and masks of earlier chunks too."""
+        new = replace(
+            new,
+            key=self.keys,
+            value=self.values,
+            valid=self.positions[:, 0] >= 0,
+            bias=self.log_weights,
+        )
         tail, mask = self.tail, new.mask
         q, U = new.query.shape[2], self.keys.shape[2]
         present = (self.positions >= 0)[:, :, None]  # [B, 1 or H, 1, U]

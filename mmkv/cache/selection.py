@@ -5,7 +5,6 @@ Shape letters as in `mmkv.scores`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -100,19 +99,16 @@ def importance(
     Raises:
         ValueError: the scores have another shape, or are NaN although queries and keys are finite.
     """
-    device = layer.key.device
-    layer, longest = replace(layer, valid=layer.valid.to(device)), layer.key.shape[2] - 1
+    longest = layer.key.shape[2] - 1
 
     def of_rows(window: int, inputs: LayerInputs) -> Tensor:
         # A row no longer than its window loses no token, so its scores do not matter.
         score, window = policy.score, min(window, longest)
         if score.window and window != score.window:
-            # Not `replace`: the options were validated when the score was made.
-            score = copy.copy(score)
-            object.__setattr__(score, "window", window)
+            score = replace(score, window=window)
         return score(inputs)
 
-    with torch.no_grad(), no_autocast(device):
+    with torch.no_grad(), no_autocast(layer.key.device):
         scores = by_parts(layer, windows, present, of_rows)
     if not type(policy.score).__module__.startswith(("mmkv.scores.", "mmkv.policies.")):
         _check_scores(policy.score, scores, layer.query, layer.key)

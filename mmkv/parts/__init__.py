@@ -57,7 +57,7 @@ class Part:
 
     def __post_init__(self) -> None:
         """Check every option against its annotation."""
-        hints = get_type_hints(type(self), include_extras=True)
+        hints = _hints(type(self))
         for name, value in self.options().items():
             check(name, value, hints[name])
 
@@ -286,13 +286,18 @@ def register_part(name: str) -> Callable[[P], P]:
 
     Raises:
         ValueError: the name is taken by another class.
-        TypeError: the class inherits from none of the kinds.
+        TypeError: the class inherits from none of the kinds, or has a window that is no field.
     """
 
     def register(cls: P) -> P:
         if not (isinstance(cls, type) and issubclass(cls, tuple(BASES.values()))):
             kinds = ", ".join(base.__name__ for base in BASES.values())
             raise TypeError(f"register_part({name!r}): {cls!r} inherits from none of {kinds}")
+        if getattr(cls, "window", 0) and "window" not in {f.name for f in dataclasses.fields(cls)}:
+            raise TypeError(
+                f"register_part({name!r}): {cls.__name__}.window is no field, which a short row's "
+                "smaller window replaces: write `window: int = ...` in a dataclass"
+            )
         registered_class = registered.get((cls.kind, name))
         if registered_class is not None and path_of(registered_class) != path_of(cls):
             raise ValueError(f"{cls.kind} part {name!r} is taken by {path_of(registered_class)}")
@@ -316,6 +321,11 @@ class Instruction(Protect):
 def path_of(cls: type) -> str:
     """Return a class's module and name."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
 
 
 @cache
