@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.config import CacheConfig, TokenMasks
+from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.calls import CACHE, passing
@@ -67,7 +67,7 @@ class Capture(CompressedCache):
         try:
             with torch.no_grad():
                 if cache.begin(running, prompt.valid, None, prompt.image):
-                    cache.size(self._scores(attachment.plan, prompt))
+                    cache.size(self._scores(cache))
                 for i, (key, value, inputs) in self.calls.items():
                     cache.update(key, value, i)
                     if inputs is not None:
@@ -86,8 +86,10 @@ class Capture(CompressedCache):
         """Return a replacement of the wrapped model's pass of the prompts, for `mmkv.forcing`."""
         return lambda: (self.replayed(model), self.logits)
 
-    def _scores(self, plan: CacheConfig, prompt: TokenMasks) -> list[Tensor]:
+    def _scores(self, cache: CompressedCache) -> list[Tensor]:
         """Return the scores of each compressed layer, as XKV's first pass computes them."""
+        plan, prompt = cache.plan, cache.prompt
+        assert prompt is not None
         layers = [inputs for *_, inputs in self.calls.values() if inputs is not None]
         layers = [replace(x, image=prompt.image.to(x.key.device)) for x in layers]
         return [importance(plan.policy, x, prompt.windows) for x in layers]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mmkv.terminal import Table, of_bytes, plain
 
 if TYPE_CHECKING:
-    from mmkv.cache.state import CacheState
+    from mmkv.cache.compressed import CompressedCache
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class CacheReport:
     notes: list[str]
 
     @classmethod
-    def of(cls, cache: CacheState) -> CacheReport:
+    def of(cls, cache: CompressedCache) -> CacheReport:
         """Return the report of a cache, which is not changed.
 
         Raises:
@@ -191,7 +191,7 @@ def mean_known(numbers: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _notes(cache: CacheState) -> list[str]:
+def _notes(cache: CompressedCache) -> list[str]:
     policy, prompt = cache.plan.policy, cache.prompt
     assert prompt is not None
     if cache.plan.keeps_everything:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, SupportsFloat, TypeVar
 
 from torch import nn
@@ -21,15 +22,16 @@ from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure
 from mmkv.cache import codes
 from mmkv.cache.allotment import allotted
-from mmkv.cache.compressed import CompressedCache
+from mmkv.cache.compressed import layers_of
 from mmkv.cache.config import CacheConfig
+from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.sampling import SampledSizes
 from mmkv.calls import unwrap_container
 from mmkv.memory import DEFAULT, Memory
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.sizes.layers import UniformLayers
-from mmkv.sizes.profiled import sized, sized_by_copying, sized_by_pictures
+from mmkv.sizes.profiled import RetrievalHeads, sized, sized_by_copying, sized_by_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ def wrap(
     vars(model)["_mmkv"] = attachment
     try:
         attachment.attach()
-        _ = attachment.plan  # the copy probe runs here, where it can
+        attachment.settle()
     except BaseException:
         unwrap(model)
         raise
@@ -175,8 +177,9 @@ def planned(
     A budget that is a `Memory` is a share of bytes.
     """
     kind, memory = type(model).__name__, budget if isinstance(budget, Memory) else None
-    cache = CompressedCache(parts.config, CacheConfig(chosen, None))
-    compressed, n_layers, n_all = tuple(cache.ordinal), len(cache.ordinal), len(cache.layers)
+    layers = layers_of(parts.config)
+    compressed = tuple(i for i, x in enumerate(layers) if isinstance(x, CompressedLayer))
+    n_layers, n_all = len(compressed), len(layers)
     if n_layers == 0:
         window = getattr(parts.config, "sliding_window", None)
         positions: int | None = getattr(parts.config, "max_position_embeddings", None)
@@ -230,8 +233,6 @@ def planned(
         _check_memory(memory, chosen, kv_dtype, profile if fractions is not None else None)
         budget = float(memory)
     checked_budget = budgets.checked(chosen, budget)
-    if not CacheConfig(chosen, checked_budget).keeps_everything:
-        _check_spread(parts, chosen, sized=fractions is not None)
     if chosen.protect is not None and not parts.image_token_ids:
         raise ValueError(
             "protect='instruction' keeps the prompt's text and lets image tokens compete; "
@@ -251,6 +252,10 @@ def planned(
     sampling = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
     fields = checked_budget, fractions, kv_dtype, evict_chunks
     config = CacheConfig(chosen, *fields, graph=graph and parts.ranks == 1, sampling=sampling)
+    if not config.keeps_everything:
+        _check_spread(parts, chosen, sized=fractions is not None)
+        waits_for_probe = isinstance(chosen.heads, RetrievalHeads)
+        config = replace(config, waits_for_probe=waits_for_probe)
     if memory is not None:
         _, head_dim = parts.pair_shape(compressed[0])
         config = allotted(config, memory, model.dtype.itemsize, head_dim)

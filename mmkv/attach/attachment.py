@@ -18,6 +18,7 @@ from transformers.generation.utils import GenerationMixin
 
 from mmkv.adapters import Adapter, short_positions
 from mmkv.attach import attention, copy_probe, graph, hooks, longrope
+from mmkv.cache import checks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks, unwrap_container
@@ -43,22 +44,21 @@ class Attachment:
     Attributes:
         model: the wrapped model.
         parts: its decoder, layers and attention modules.
+        plan: policy, budget and profile; with the copy probe's head sizes once it is settled.
         compressed: the layers that are compressed.
     """
 
     def __init__(
         self, model: nn.Module, parts: Adapter, plan: CacheConfig, compressed: tuple[int, ...]
     ) -> None:
-        self.model, self.parts, self._plan, self.compressed = model, parts, plan, compressed
+        self.model, self.parts, self.plan, self.compressed = model, parts, plan, compressed
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._remembers = False
 
-    @property
-    def plan(self) -> CacheConfig:
-        """Policy, budget and profile, with the copy probe's head sizes as soon as it can run."""
-        if self._plan.waits_for_probe:
-            self._plan = copy_probe.settled(self, self._plan)
-        return self._plan
+    def settle(self) -> None:
+        """Run the copy probe if head sizes wait for it, and the model can run by now."""
+        if self.plan.waits_for_probe:
+            self.plan = copy_probe.settled(self, self.plan)
 
     def remember_inputs(self) -> None:
         """Record the inputs of attention modules in all later passes that repeat a prompt."""
@@ -115,11 +115,11 @@ class Attachment:
             rotary: Any = parts.decoder.rotary_emb
             self._hook(rotary, "register_forward_pre_hook", longrope.before_rotary)
             self._hook(rotary, "register_forward_hook", longrope.after_rotary)
-        if self._plan.policy.score.uses_rotary:
+        if self.plan.policy.score.uses_rotary:
             for i in self.compressed:
                 attn = parts.attentions[i]
                 self._hook(attn, "register_forward_pre_hook", partial(hooks.before_attention, i))
-        if self._plan.needs_all_layers and self._plan.policy.layers.needs == "similarity":
+        if self.plan.needs_all_layers and self.plan.policy.layers.needs == "similarity":
             for i in self.compressed:
                 layer, attn = parts.layers[i], parts.attentions[i]
                 self._hook(layer, "register_forward_pre_hook", partial(hooks.before_layer, i))
@@ -183,6 +183,7 @@ def prepare_cache(
     **kwargs: Any,
 ) -> None:
     """Replace `_prepare_cache_for_generation`: make a compressed cache, or continue one."""
+    attachment.settle()
     mode = kwargs.get("generation_mode", args[0] if args else "")
     name = generation_config.cache_implementation
     if name not in (None, "dynamic"):
@@ -278,7 +279,7 @@ def prepare_positions(
         )
     ids = model_kwargs.get("input_ids", inputs)
     if cache is not None and ids.ndim == 2 and ids.shape[1] == positions.shape[-1]:
-        cache.check_read(ids, model_kwargs.get("attention_mask"))
+        checks.check_read(cache, ids, model_kwargs.get("attention_mask"))
     return positions
 
 

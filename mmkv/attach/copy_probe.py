@@ -134,11 +134,11 @@ def cached(attachment: Attachment) -> Profile:
 
 
 def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
-    """Return the plan with head sizes, after a run of the copy probe if they depend on it.
+    """Return a plan that waits for the copy probe with the head sizes that it gives.
 
     While the model has no weights or is in training mode, return the plan unchanged.
     """
-    if not plan.waits_for_probe or not _ready(attachment):
+    if not _ready(attachment):
         return plan
     try:
         scores = cached(attachment).retrieval
@@ -147,7 +147,7 @@ def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
     except ValueError as error:
         logger.warning("%s", error)
         policy = replace(plan.policy, heads=UniformHeads())
-    return for_heads(replace(plan, policy=policy))
+    return for_heads(replace(plan, policy=policy, waits_for_probe=False))
 
 
 def _ready(attachment: Attachment) -> bool:

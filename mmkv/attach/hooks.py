@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from mmkv.attach import attention, longrope, repetition
+from mmkv.cache import checks
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.forward_pass import ForwardPass, Reading, current
 from mmkv.calls import cache_in, passing, without
@@ -40,7 +41,7 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
             f"the cache given is a {type(cache).__name__}, but a wrapped model makes and continues "
             "a CompressedCache: pass none, or mmkv.unwrap(model) first"
         )
-    cache.check_plan(attachment.parts.config, attachment.plan)
+    checks.check_plan(cache, attachment.parts.config, attachment.plan)
 
 
 @torch.compiler.disable
@@ -87,6 +88,7 @@ def before_decoder(
         raise ValueError(
             "a wrapped model is for inference: call model.eval(), or to train it mmkv.unwrap(model)"
         )
+    attachment.settle()
     kwargs = _named(module, args, kwargs)
     cache: Any = cache_in(kwargs)
     running = current.get()

@@ -1,44 +1,51 @@
 """The compressed cache that a wrapped model's `generate` uses.
 
 A prompt takes three steps: `begin` (before the first layer) marks its tokens and computes the layer
-sizes that do not depend on scores; `attend` (in each layer) runs the model's own attention and
-evicts the layer if its size is known; `finish` (after the last layer) sizes and evicts the others.
+sizes that do not depend on scores; `read` (in each layer, after its attention) scores the tokens,
+and evicts the layer if its size is known; `finish` (after the last layer) sizes and evicts the
+others.
 A decode step writes the new token into a slot, attends, and frees the slot of the token it drops.
 A new turn of a conversation is read like a prompt: the kept tokens of earlier turns compete with
-the new ones under the same budget. `CacheState` holds the state of the cache between passes.
+the new ones under the same budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from mmkv.cache.config import TokenMasks
+from mmkv import adapters
+from mmkv.cache import checks
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
     AttentionCall,
     Decoding,
     ForwardPass,
+    GraphInputs,
+    NotCapturableError,
     Reading,
     current,
     outside_inference_mode,
     refuse_gradient,
 )
-from mmkv.cache.layer import CompressedLayer, KeptKV
-from mmkv.cache.padded_blocks import Step
+from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
+from mmkv.cache.padded_blocks import PaddedBlock, Step
 from mmkv.cache.prompt_kv import PromptKV, Tail
 from mmkv.cache.selection import head_sizes, sizes_of_rows
-from mmkv.cache.state import CacheState
-from mmkv.layer_inputs import LayerInputs
+from mmkv.layer_inputs import LayerInputs, rows_of
 from mmkv.parts.slots import plan as plan_slots
+from mmkv.report import CacheReport
 
 
-class CompressedCache(CacheState):
+class CompressedCache(Cache):
     """A key-value cache that keeps the tokens a policy scores highest.
 
     `model.generate` on a wrapped model makes one; `return_dict_in_generate=True` returns it as
@@ -50,6 +57,36 @@ class CompressedCache(CacheState):
         plan: policy, budget and profile.
         max_length: prompt and generated tokens at most, to allocate slots for; 0: not known.
     """
+
+    def __init__(self, config: Any, plan: CacheConfig, *, max_length: int = 0) -> None:
+        # The inputs of replayed steps (`mmkv.attach.graph`), and whether this step reads them.
+        self.clock: GraphInputs | None = None
+        self.on_clock = False
+        layers = layers_of(config)
+        super().__init__(layers=layers)
+        # The layers that are compressed, and their place among these by layer index.
+        self.compressed = [x for x in layers if isinstance(x, CompressedLayer)]
+        numbers = [i for i, x in enumerate(layers) if isinstance(x, CompressedLayer)]
+        self.ordinal = {i: n for n, i in enumerate(numbers)}
+        self.plan = plan
+        self.max_length = max_length
+        self.phase: Reading | Decoding = Reading()
+        # Length of the context that later turns are questions about (`mmkv.contexts`), which evict
+        # nothing; None: they are turns of a conversation, which do.
+        self.context_length: int | None = None
+        # After how many positions rotary frequencies change (longrope), and whether all tokens are
+        # read with the later ones, see `mmkv.attach.longrope`.
+        self.short_positions = adapters.short_positions(config)
+        self.long = False
+        # Whether this cache's layer sizes were added to the sample, see `mmkv.cache.sampling`.
+        self.sizes_learned = False
+        # The masks of all tokens up to the end of the last prompt.
+        self.prompt: TokenMasks | None = None
+        # The position offset of each row's text after pictures, int64 [B, 1]; None: not known.
+        self.rope_deltas: Tensor | None = None
+        # Ids of the first t tokens seen, int64 [B, t]; None: not known.
+        self.ids: Tensor | None = None
+        self.shape = checks.shape(config)
 
     def expect(self, until: int | None = None) -> None:
         """Expect a prompt or a new turn next, which is complete once `until` tokens are seen."""
@@ -99,11 +136,11 @@ class CompressedCache(CacheState):
         if seen == 0:
             self.plan = self.plan.started()
         self.clock, plan = None, self.plan
-        self._check_whole()
+        checks.check_whole(self)
         earlier_valid = self.valid_tokens(seen)
         if earlier_valid is not None and earlier is not None:
             earlier = earlier.to(earlier_valid.device)
-            phase.masks_earlier = self._masks_earlier(earlier_valid, earlier)
+            phase.masks_earlier = checks.masks_earlier(self, earlier_valid, earlier)
             earlier_valid = earlier_valid & earlier
         self.prompt = prompt = self._marked(valid, image, earlier_valid)
         phase.sizes, running.cache, running.valid = None, self, valid
@@ -179,7 +216,7 @@ class CompressedCache(CacheState):
 
     def _check_step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
         """Check that `step` can be done, and record which kept tokens the mask hides."""
-        self._check_whole()
+        checks.check_whole(self)
         if q > 1 and any(b.schedule.drops for b in self.blocks):
             raise ValueError(
                 f"{q} tokens at once behind a compressed prompt: policy {self.plan.policy.name!r} "
@@ -194,7 +231,7 @@ class CompressedCache(CacheState):
         valid = self.valid_tokens(mask.shape[1] - q)
         assert valid is not None
         earlier = mask[:, :-q].to(valid.device)
-        if self._masks_earlier(valid, earlier):
+        if checks.masks_earlier(self, valid, earlier):
             running.masked = valid & ~earlier
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -344,3 +381,173 @@ class CompressedCache(CacheState):
             n_newest = self.prompt.valid.shape[1] - 1 - int(last)
         arguments = layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split
         layer.state = evict(*arguments, n_newest)
+
+    # What the cache is asked between passes.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens seen, not kept."""
+        if self.on_clock:
+            raise NotCapturableError("the model asks the cache for the number of tokens each step")
+        return self.get_query_offset(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the position of the next token, at which a mask begins, see `get_mask_sizes`."""
+        if layer_idx in self.ordinal:
+            return self.compressed[self.ordinal[layer_idx]].seen
+        return super().get_seq_length(layer_idx)
+
+    @property
+    def expects_prompt(self) -> bool:
+        """Whether the next pass reads a prompt or a chunk of one, not a generated token."""
+        return isinstance(self.phase, Reading)
+
+    @property
+    def blocks(self) -> list[PaddedBlock]:
+        """The blocks of all layers."""
+        kept = [x.state for x in self.compressed if isinstance(x.state, KeptKV)]
+        return [block for state in kept for block in state.blocks]
+
+    @property
+    def observes_replies(self) -> bool:
+        """Whether queries of generated tokens are stored, to score with them in a later round."""
+        return self.plan.policy.decode.every > 0 and not self.plan.keeps_everything
+
+    @property
+    def due(self) -> int:
+        """How many tokens must be generated before the next round."""
+        assert isinstance(self.phase, Decoding)
+        decode = self.plan.policy.decode
+        return max(0, decode.every + decode.latest - self.phase.waiting)
+
+    def crosses(self, q: int) -> bool:
+        """Return whether the next q tokens may pass the position at which frequencies change."""
+        if self.short_positions is None or self.long or self.prompt is None:
+            return False
+        n = max(self.lengths) + self.get_query_offset() - self.prompt.valid.shape[1]
+        return n <= self.short_positions < n + q
+
+    def kept(self, layer: int) -> Tensor:
+        """Return original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
+
+        Positions count along the sequence axis of the batch, padding included, as
+        `get_seq_length` does.
+
+        Raises:
+            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
+                no prompt was read.
+        """
+        return self._compressed_layer(layer).keeping().kept()
+
+    def groups(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the groups of a layer, for policies with merge="groups".
+
+        Returns:
+            weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
+            group: int64 [B, H, N], the group of each token of the prompt and of earlier turns; -1
+                for tokens that are kept single, for evicted ones, and for padding.
+
+        Raises:
+            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
+                no prompt was read.
+        """
+        state = self._compressed_layer(layer).keeping()
+        assert self.prompt is not None
+        return state.groups(self.prompt.valid.shape[1])
+
+    def shares(self, layer: int) -> Tensor:
+        """Return which share of a kept pair each token seen has in a layer, float32 [B, H, T].
+
+        1 for a token that is kept single, 1 / m for one in a group of m tokens, 0 for an evicted
+        one and for padding: the sum over tokens is the number of pairs kept.
+
+        Raises:
+            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
+                no prompt was read.
+        """
+        compressed = self._compressed_layer(layer)
+        return compressed.keeping().shares(compressed.seen)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row up to the end of the last prompt, without padding."""
+        return [] if self.prompt is None else self.prompt.lengths
+
+    def _compressed_layer(self, layer: int) -> CompressedLayer:
+        if not -len(self.layers) <= layer < len(self.layers):
+            raise ValueError(f"layer {layer}: the cache has layers 0 to {len(self.layers) - 1}")
+        compressed_layer = self.layers[layer]
+        if not isinstance(compressed_layer, CompressedLayer):
+            raise ValueError(
+                f"layer {layer} has a sliding window or linear attention: it is not compressed"
+            )
+        return compressed_layer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages of keys and values, empty slots included."""
+        return sum(self.layer_nbytes)
+
+    @property
+    def layer_nbytes(self) -> list[int]:
+        """`nbytes` of each layer."""
+        return [nbytes(x) for x in self.layers]
+
+    def report(self) -> CacheReport:
+        """Return tokens kept per head, bytes and retained importance of each layer, and totals."""
+        return CacheReport.of(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i continue the former row beam_idx[i], for beam search."""
+        self._select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._select_rows(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows, given by index or by a bool mask."""
+        self._select_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+
+    def _select_rows(self, batch: Tensor) -> None:
+        """Keep the rows `batch`, which may repeat, with all their state."""
+        self.clock = None
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.select_rows(batch)
+            elif isinstance(layer, DynamicLayer):
+                layer.batch_select_indices(batch)
+            elif isinstance(layer, LinearAttentionLayer):
+                layer.reorder_cache(cast(torch.LongTensor, batch))
+        if self.prompt is not None:
+            self.prompt = self.prompt.rows(batch)
+        self.rope_deltas, self.ids = rows_of(self.rope_deltas, batch), rows_of(self.ids, batch)
+        if isinstance(self.phase, Reading):
+            self.phase.select_rows(batch)
+
+    def reset(self) -> None:
+        """Drop everything, ready for a new prompt."""
+        super().reset()
+        self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
+        self.rope_deltas = self.ids = None
+        self.long = False
+
+    def remember(self, ids: Tensor, total: int) -> None:
+        """Store the ids [B, n] of the tokens read in this pass, the last of `total`."""
+        first = total - ids.shape[1]
+        if first == 0:  # the caller may write into a prompt's ids later
+            self.ids = ids if self.get_query_offset() else ids.clone()
+        elif self.ids is not None and self.ids.shape[1] >= first:
+            self.ids = torch.cat([self.ids[:, :first], ids], dim=1)
+
+    def valid_tokens(self, seen: int) -> Tensor | None:
+        """Return which tokens seen are not padding, bool [B, seen]; None before any prompt."""
+        if self.prompt is None:
+            return None
+        valid = self.prompt.valid
+        return torch.cat([valid, valid.new_ones(len(valid), seen - valid.shape[1])], dim=1)
+
+
+def layers_of(config: Any) -> list[Any]:
+    """Return the layers of a new cache: a `CompressedLayer` where attention is full."""
+    layers = DynamicCache(config=config).layers
+    return [CompressedLayer() if type(x) is DynamicLayer else x for x in layers]

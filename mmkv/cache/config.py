@@ -39,6 +39,8 @@ class CacheConfig:
     kv_dtype: str | None = None
     # Evict after every chunk of a prompt that is read in chunks, not only after the last.
     evict_chunks: bool = False
+    # Whether head sizes wait for a run of the copy probe (`mmkv.attach.copy_probe`).
+    waits_for_probe: bool = False
     # The share of the full cache's bytes from which budget and type follow; None: they were given.
     memory: Allotment | None = None
     # The layer sizes learned so far (`Layers.learns`), shared by all caches of a wrap.
@@ -71,11 +73,6 @@ class CacheConfig:
             return f"memory {self.memory.memory}"
         retention = self.policy.layers.retention
         return f"budget {self.budget}" if self.budget else f"retention {retention}"
-
-    @cached_property
-    def waits_for_probe(self) -> bool:
-        """Whether head sizes still depend on a run of the copy probe."""
-        return self.policy.heads.name == "retrieval" and not self.keeps_everything
 
     @cached_property
     def keeps_everything(self) -> bool:

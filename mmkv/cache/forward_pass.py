@@ -62,7 +62,7 @@ class ForwardPass:
         streams: the residual stream [B, q, hidden] before each layer, for SqueezeAttention.
         collector: set in a pass that stores nothing: `add` takes each layer's inputs and returns
             the layer's output, or None to run the model's own attention.
-        observes: whether to store the queries of this step, see `CacheState.observes_replies`.
+        observes: whether to store the queries of this step, see `CompressedCache.observes_replies`.
         parts: the model's parts; None outside of the decoder.
         rotary: each layer's rotary embedding of the new tokens, if the score needs it.
         latest_rotary: the latest `position_embeddings`, and the `Rotary` made of them.

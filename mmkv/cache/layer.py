@@ -125,7 +125,7 @@ class KeptKV:
         return None if self.group_index is None else self.group_index.leaders()
 
     def groups(self, seen: int) -> tuple[Tensor, Tensor]:
-        """Return group sizes, and the group of each of `seen` tokens, see `CacheState.groups`."""
+        """Return group sizes, and the group of each of `seen` tokens, see the cache's `groups`."""
         positions, sizes = self._positions()
         if sizes is None or self.group_index is None:
             no_groups = positions.new_full((self.batch, self.heads, seen), -1)
@@ -143,7 +143,7 @@ class KeptKV:
         return weights[..., :n], group
 
     def shares(self, seen: int) -> Tensor:
-        """Return the share of a pair of each of `seen` tokens, see `CacheState.shares`."""
+        """Return the share of a pair of each of `seen` tokens, see `CompressedCache.shares`."""
         positions, sizes = self._positions()
         share = torch.ones(positions.shape, device=positions.device) if sizes is None else 1 / sizes
         shares = torch.zeros(self.batch, self.heads, seen + 1, device=positions.device)

@@ -12,9 +12,7 @@ class TestMasks:
     valid = torch.tensor([[True, True, True], [False, True, True]])
 
     def view(self, block):
-        return ForwardPass(ids=None, parts=None).view(
-            block[None, None].expand(2, 1, -1, -1), self.valid
-        )
+        return ForwardPass(valid=self.valid).view(block[None, None].expand(2, 1, -1, -1))
 
     def test_a_causal_one_is_none(self):
         assert self.view(torch.ones(3, 3, dtype=torch.bool).tril()) is None

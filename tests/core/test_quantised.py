@@ -318,7 +318,7 @@ def test_a_step_attends_to_the_pairs_that_are_read(kv_dtype, softcap):
         torch.randn(2, n, 1, 16, generator=g, dtype=torch.float64) for n in (4, 2, 2)
     )
     options = {"scale": 0.2, "softcap": softcap}
-    call = AttentionCall(query, key, value, None, **options)
+    call = AttentionCall(query, key, value, None, **options, layer_idx=0)
     out = layer.attend(call, Step(24, 1, **options))
     keys, values = (x[:, :25] for x in block.stored.read())
     assert float(keys[:, :24].mean()) == pytest.approx(3.0, abs=0.2)

@@ -59,7 +59,7 @@ def ring(n):
 def test_few_operations(schedule, weighed, most):
     """Of the second of two steps: what is made once is made by the first."""
     layer, pair = kept(schedule, weighed), torch.zeros(1, 6, 1, HEAD_DIM)
-    call = AttentionCall(torch.zeros(1, 12, 1, HEAD_DIM), pair, pair, None, 1.0, None)
+    call = AttentionCall(torch.zeros(1, 12, 1, HEAD_DIM), pair, pair, None, 1.0, None, 0)
     layer.attend(call, Step(50, 1, 1.0))
     with Operations() as operations:
         out = layer.attend(call, Step(51, 1, 1.0))

@@ -1,0 +1,120 @@
+"""Checks of a compressed cache before a pass: what cannot be continued is refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from mmkv import adapters
+from mmkv.cache.config import CacheConfig
+from mmkv.cache.layer import KeptKV
+from mmkv.cache.prompt_kv import PromptKV
+
+if TYPE_CHECKING:
+    from mmkv.cache.compressed import CompressedCache
+
+
+def check_plan(cache: CompressedCache, config: Any, plan: CacheConfig) -> None:
+    """Check that a model wrapped with `plan` can continue this cache.
+
+    Raises:
+        ValueError: the cache has another policy or budget, or belongs to another model.
+    """
+    if cache.shape != shape(config):
+        raise ValueError(
+            f"this CompressedCache was made by another model ({cache.shape}, here "
+            f"{shape(config)}): start a new one"
+        )
+    if cache.plan != plan:
+        raise ValueError(
+            f"this CompressedCache was made under {cache.plan.describe()}, and the model is "
+            f"wrapped with {plan.describe()} now: continue it under the wrap that made it, or "
+            "start a new one"
+        )
+
+
+def shape(config: Any) -> str:
+    """Return the sizes of a decoder that a cache for it must agree with, in words."""
+    return ", ".join(f"{name}={value}" for name, value in adapters.shape(config).items())
+
+
+def check_read(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> None:
+    """Check that a prompt's ids [B, T] begin with the ids that the cache has read.
+
+    Padding may differ, and tokens for which `mask` [B, T] is 0.
+
+    Raises:
+        ValueError: another token differs.
+    """
+    read, prompt = cache.ids, cache.prompt
+    if read is None or prompt is None or len(read) % len(ids):
+        return
+    n = min(read.shape[1], cache.get_seq_length(), ids.shape[1])
+    ids, counts = ids[:, :n], prompt.valid[:, :n].to(ids.device)
+    differ = ids.repeat_interleave(len(read) // len(ids), 0) != read[:, :n].to(ids.device)
+    differ[:, : counts.shape[1]] &= counts
+    if mask is not None:
+        hidden = mask[:, :n] == 0
+        differ &= ~hidden.repeat_interleave(len(read) // len(hidden), 0)
+    if bool(differ.any()):
+        row, place = differ.nonzero()[0].tolist()
+        raise ValueError(
+            f"the cache has read another prompt: row {row} differs at token {place}; "
+            "give all that it has read as it was, and new tokens behind it, or start without it"
+        )
+
+
+def masks_earlier(cache: CompressedCache, valid: Tensor, earlier: Tensor) -> bool:
+    """Return whether the mask `earlier` hides any `valid` token, bool [B, seen] both.
+
+    Raises:
+        ValueError: it shows a token that was masked when it was read and so was not stored, or
+            hides a token that is part of a group or of the state of a linear layer.
+    """
+    hidden, shown = valid & ~earlier, earlier & ~valid
+    any_hidden, any_shown = torch.stack([hidden.any(), shown.any()]).tolist()
+    if any_shown:
+        row, position = shown.nonzero()[0].tolist()
+        raise ValueError(
+            f"attention_mask shows row {row} its token {position}, which was padding or masked "
+            "when it was read and is gone: keep masking it, or start a new cache"
+        )
+    if not any_hidden:
+        return False
+    if any(isinstance(x, LinearAttentionLayer) for x in cache.layers):
+        raise ValueError(
+            "attention_mask hides tokens of an earlier pass, which are in the state of linear "
+            "attention: keep showing them, or start a new cache"
+        )
+    states = [x.state for x in cache.compressed]
+    if any(isinstance(x, PromptKV) for x in states):
+        raise ValueError(
+            "the attention_mask of a later chunk hides tokens of an earlier chunk of the same "
+            "prompt: mask them in every chunk"
+        )
+    for state in states:
+        if not isinstance(state, KeptKV) or state.group_index is None:
+            continue
+        leaders = state.group_index.leaders()
+        in_group = (leaders >= 0).any(1)
+        grouped = hidden.to(leaders.device)[:, : leaders.shape[-1]] & in_group
+        if bool(grouped.any()):
+            row, position = grouped.nonzero()[0].tolist()
+            raise ValueError(
+                f"attention_mask hides row {row} its token {position}, which a group holds "
+                "together with others: keep showing it, or start a new cache"
+            )
+    return True
+
+
+def check_whole(cache: CompressedCache) -> None:
+    """Raise ValueError after an interrupted pass: some layers have seen fewer tokens."""
+    seen = {x.seen for x in cache.compressed}
+    if len(seen) > 1:
+        raise ValueError(
+            f"this CompressedCache was interrupted within a pass (its layers have seen "
+            f"{min(seen)} to {max(seen)} tokens): start a new one"
+        )
