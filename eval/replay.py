@@ -19,7 +19,7 @@ from torch import Tensor
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.cache.forward_pass import ForwardPass, Reading, current
 from mmkv.cache.selection import importance
 from mmkv.calls import CACHE, passing
 from mmkv.contexts import Context
@@ -75,8 +75,9 @@ class Capture(CompressedCache):
                         # Only scores that use rotary embeddings get them, as in a pass of a model.
                         rotary = inputs.rotary if uses_rotary else None
                         cache.read(replace(inputs, rotary=rotary))
-                phase: Any = cache.phase
-                phase.similarity = dict(self.phase.similarity)
+                assert isinstance(cache.phase, Reading)
+                assert isinstance(self.phase, Reading)
+                cache.phase.similarity = dict(self.phase.similarity)
                 cache.finish()
         finally:
             current.reset(token)

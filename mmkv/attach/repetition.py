@@ -157,6 +157,7 @@ class _Repeater:
         """Score the repeated tokens in one layer, and return its attention output [B, R, Hq, D]."""
         layer: Any = self.cache.layers[new.layer_idx]
         prompt_kv: PromptKV = layer.state
+        assert new.scale is not None
         (B, _, R, _), device, T = new.query.shape, new.query.device, layer.seen
         present = self.present.to(device)
         instruction = present.new_ones(B, R - present.shape[1])

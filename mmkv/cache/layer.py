@@ -168,9 +168,9 @@ class KeptKV:
             return self._attend(call.query, call.key, call.value, step, masked)
         starts = [step.first + n for n in accumulate([0, *lengths[:-1]])]
         steps = [replace(step, first=x, q=n) for x, n in zip(starts, lengths, strict=True)]
-        pairs = (x.split(lengths, dim=2) for x in (call.query, call.key, call.value))
-        out = [self._attend(*x, masked) for x in zip(*pairs, steps, strict=True)]
-        return torch.cat(out, dim=1)
+        query, key, value = (x.split(lengths, 2) for x in (call.query, call.key, call.value))
+        pieces = zip(query, key, value, steps, strict=True)
+        return torch.cat([self._attend(q, k, v, x, masked) for q, k, v, x in pieces], dim=1)
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, step: Step, masked: Tensor | None
