@@ -29,8 +29,8 @@ from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.selection import sizes_of_rows
 from mmkv.calls import cache_in, passing, unwrap_container
+from mmkv.decode.slots import Grow
 from mmkv.forcing import checked_inputs, greedy
-from mmkv.parts.slots import Grow
 from mmkv.policy import Policy
 from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy

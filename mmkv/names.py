@@ -116,8 +116,8 @@ def _registered(by: Sequence[str]) -> Iterator[tuple[ast.ClassDef, ast.Call]]:
 @cache
 def _classes() -> list[ast.ClassDef]:
     """Return the classes of policies and parts, parsed and not imported."""
-    files = [Path(__file__).with_name("policy.py")]
-    for name in ("policies", "parts", "scores", "sizes", "merge"):
+    files = [Path(__file__).with_name(name) for name in ("policy.py", "parts.py")]
+    for name in ("policies", "scores", "sizes", "merge", "decode"):
         spec: Any = find_spec(f"mmkv.{name}")
         files += [file for x in spec.submodule_search_locations for file in Path(x).glob("*.py")]
     nodes = [node for file in files for node in ast.parse(file.read_bytes()).body]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, ClassVar, Self, get_type_hints
 
+from mmkv.decode.slots import Grow
 from mmkv.parts import (
     BASES,
     KINDS,
@@ -24,7 +25,6 @@ from mmkv.parts import (
     registered,
     share,
 )
-from mmkv.parts.slots import Grow
 from mmkv.scores.window import WindowAttention
 from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.layers import UniformLayers

@@ -10,8 +10,8 @@ are merged. In decode steps its code drops at a fixed index of the cache, as Pre
 
 from dataclasses import dataclass
 
+from mmkv.decode.slots import Ratio
 from mmkv.merge.neighbours import MergeByPosition
-from mmkv.parts.slots import Ratio
 from mmkv.policy import Decode, Merge, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.accumulated import AccumulatedAttention

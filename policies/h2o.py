@@ -8,7 +8,7 @@ prompt's tokens compete once, when all its queries have been seen.
 
 from dataclasses import dataclass
 
-from mmkv.parts.victims import Fixed
+from mmkv.decode.victims import Fixed
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.accumulated import AccumulatedAttention

@@ -26,9 +26,9 @@ from mmkv.parts import PositiveInt, register_part
 from mmkv.policy import Heads, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.attention import window_rows
-from mmkv.scores.observers import tile
 from mmkv.scores.values import head_output_norms
 from mmkv.sizes.heads import GlobalHeads
+from mmkv.tensors import tile
 
 
 @register_part("repetition")

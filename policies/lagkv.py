@@ -21,7 +21,7 @@ from mmkv.layer_inputs import LayerInputs
 from mmkv.parts import NonNegativeInt, at_least, register_part
 from mmkv.policy import Policy, Score
 from mmkv.registry import register_policy
-from mmkv.scores.observers import rows
+from mmkv.tensors import rows
 
 
 @register_part("lag-relative")

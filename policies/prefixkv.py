@@ -13,7 +13,7 @@ tokens go first; here no token of the prompt is dropped, but the one 25 before t
 
 from dataclasses import dataclass
 
-from mmkv.parts.slots import Ratio
+from mmkv.decode.slots import Ratio
 from mmkv.policy import Decode, Layers, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.accumulated import AccumulatedAttention

@@ -10,7 +10,7 @@ assumes 8,000 tokens for every prompt of a Mistral; here the real length is used
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from mmkv.parts.victims import Fixed
+from mmkv.decode.victims import Fixed
 from mmkv.policy import Decode, Layers, Policy, Score
 from mmkv.registry import policy_class, register_policy
 from mmkv.scores.accumulated import AccumulatedAttention

@@ -7,7 +7,7 @@ keep their positions, and a stream ends at the model's `max_position_embeddings`
 
 from dataclasses import dataclass
 
-from mmkv.parts.victims import Fixed
+from mmkv.decode.victims import Fixed
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.position import Recency

@@ -9,7 +9,7 @@ evicted at once, by its last query. There the newest token may be dropped too; h
 
 from dataclasses import dataclass
 
-from mmkv.parts.victims import Least
+from mmkv.decode.victims import Least
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.window import WindowAttention

@@ -3,7 +3,7 @@
 `generate` calls the `Runner` instead of the model for each step after the prefill. The first step
 runs as usual, but reads its inputs from fixed tensors on the device; the second step is captured
 and replayed, and so is each later one. The tensors that change from step to step are the inputs,
-the position, and the row of the slot tables (`mmkv.parts.slots`), which the host computes some
+the position, and the row of the slot tables (`mmkv.decode.slots`), which the host computes some
 steps ahead. A graph has a fixed number of slots: once all are in use, more are allocated and a new
 graph is captured. A step that cannot be captured runs as usual, and the log says why.
 

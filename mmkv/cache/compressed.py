@@ -40,8 +40,8 @@ from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
 from mmkv.cache.padded_blocks import PaddedBlock, Step
 from mmkv.cache.prompt_kv import PromptKV, Tail
 from mmkv.cache.selection import head_sizes, sizes_of_rows
+from mmkv.decode.slots import plan as plan_slots
 from mmkv.layer_inputs import LayerInputs, rows_of
-from mmkv.parts.slots import plan as plan_slots
 from mmkv.report import CacheReport
 
 

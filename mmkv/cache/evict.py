@@ -22,9 +22,10 @@ from mmkv.cache.plain import PlainKV
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import NEWEST, WINDOW, QuantizedKV
 from mmkv.cache.selection import Kept, Ranking, no_autocast
+from mmkv.decode.slots import GrowingSlots, SlotSchedule, spare
+from mmkv.decode.victims import HeavyHitterSlots
 from mmkv.parts import Merge, RowSizes
-from mmkv.parts.slots import GrowingSlots, SlotSchedule, send, spare
-from mmkv.parts.victims import HeavyHitterSlots
+from mmkv.tensors import send
 
 # Empty slots of blocks, as a share of the kept tokens, that are allowed for fewer blocks.
 SLACK = 0.15

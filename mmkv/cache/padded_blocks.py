@@ -20,7 +20,7 @@ from mmkv.cache.kernels import attend, weigh
 from mmkv.cache.plain import PlainKV
 from mmkv.cache.products import mixed
 from mmkv.cache.quantize import QuantizedKV
-from mmkv.parts.slots import SlotSchedule, spare
+from mmkv.decode.slots import SlotSchedule, spare
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from mmkv.cache.config import TokenMasks
 from mmkv.cache.kernels import attend
 from mmkv.layer_inputs import LayerInputs, Rotary, rows_of
 from mmkv.merge.reference import ReferenceQueries
-from mmkv.parts.slots import send
 from mmkv.policy import Policy
-from mmkv.scores.observers import tile
+from mmkv.tensors import send, tile
 
 # Largest number of mask elements at a time; `tile` alone allows more on some devices.
 _MASK_TILE = 2**26

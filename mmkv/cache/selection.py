@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.layer_inputs import LayerInputs, rows_of
 from mmkv.parts import SizeInputs
-from mmkv.parts.slots import send
 from mmkv.policy import Policy, Score
 from mmkv.sizes.layers import fit
+from mmkv.tensors import send
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV

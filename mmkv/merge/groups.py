@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
 from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
-from mmkv.scores.observers import largest, rows, spans, tile
+from mmkv.tensors import largest, rows, spans, tile
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV

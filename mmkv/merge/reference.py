@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.scores.observers import tile
+from mmkv.tensors import tile
 
 
 @dataclass(frozen=True)

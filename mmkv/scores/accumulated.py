@@ -23,7 +23,7 @@ from mmkv.scores.attention import (
     scale_of,
     unless_all,
 )
-from mmkv.scores.observers import tile
+from mmkv.tensors import tile
 
 if TYPE_CHECKING:
     from mmkv.layer_inputs import LayerInputs

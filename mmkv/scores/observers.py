@@ -19,18 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool2d
 
 from mmkv.parts import NonNegativeInt, PositiveInt, Score, register_part
+from mmkv.tensors import largest, rows, spans, tile
 
 if TYPE_CHECKING:
     from mmkv.layer_inputs import LayerInputs
-
-# Attention probabilities computed at a time. On a CPU a tile that fits into its cache is twice as
-# fast as one in memory, while much smaller ones wait on threads; an accelerator needs few large
-# launches.
-_CPU_TILE_PER_THREAD = 2**18
-_DEVICE_TILE = 2**28
 
 
 @register_part("observers")
@@ -295,15 +289,6 @@ def output_gram(weight: Tensor) -> Tensor:
     return weight.mT @ weight
 
 
-def spans(starts: Tensor, width: int) -> Tensor:
-    """Return the indices from each of starts [..., R + 1], sorted, to the next: int64 [..., R, C].
-
-    Each span is filled up with -1 to C, the `width`, which no span exceeds.
-    """
-    index = starts[..., :-1, None] + torch.arange(width, device=starts.device)
-    return index.masked_fill(index >= starts[..., 1:, None], -1)
-
-
 def _runs(valid: Tensor, run: int, *, alike: bool) -> list[Tensor]:
     """Cut each row's valid tokens [B, N] into runs of equal length, to one: int64 [B, R, C].
 
@@ -352,38 +337,6 @@ def _tokens_of(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
     if starts[-1] - starts[0] == (n - 1) * C:  # a view
         return x[:, :, starts[0] : starts[-1] + C].unflatten(2, (n, C))
     return torch.stack([x[:, :, i : i + C] for i in starts], dim=2)
-
-
-def tile(device: torch.device) -> int:
-    """Return how many attention probabilities to compute at a time."""
-    if device.type == "cpu":
-        return _CPU_TILE_PER_THREAD * torch.get_num_threads()
-    return _DEVICE_TILE
-
-
-def rows(x: Tensor, at: Tensor) -> Tensor:
-    """Return rows [..., K, D] of x [..., C, D] at int64 [..., K]; leading dimensions broadcast."""
-    step = 1
-    if x.ndim == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
-        # Heads as a projection lays them out: no copy of x is needed.
-        step, flat = x.shape[1], x.transpose(1, 2).reshape(-1, x.shape[-1])
-        first = torch.arange(len(flat), device=x.device).view(x.shape[0], -1, step).mT[..., :1]
-    else:
-        flat = x.reshape(-1, x.shape[-1])
-        first = torch.arange(len(flat), device=x.device).view(x.shape[:-1])[..., :1]
-    index = first + at * step
-    return flat.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
-
-
-def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest of each column of float32 [..., C, O], and its row: [..., 1, O] both."""
-    if x.device.type != "cpu":
-        return x.max(-2, keepdim=True)
-    # Pooling handles many columns at once, which `max` with indices does not.
-    flat = x.flatten(0, -3)[:, :, None].permute(0, 3, 1, 2)  # images of O channels and C rows
-    most, row = max_pool2d(flat, (x.shape[-2], 1), return_indices=True)
-    shape = (*x.shape[:-2], 1, x.shape[-1])
-    return most.view(shape), row.view(shape)
 
 
 def _root(gram: Tensor) -> Tensor:

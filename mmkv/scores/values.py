@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs
 from mmkv.scores.attention import window_rows
-from mmkv.scores.observers import tile
+from mmkv.tensors import tile
 
 _TINY = torch.finfo(torch.float32).tiny
 

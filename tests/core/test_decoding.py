@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmkv.parts.slots import AHEAD, Distance, Ring
+from mmkv.decode.slots import AHEAD, Distance, Ring
 
 STEPS = 2 * AHEAD + 5
 CPU = torch.device("cpu")

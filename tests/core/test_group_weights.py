@@ -9,8 +9,8 @@ from torch import Tensor
 
 import mmkv
 from helpers.models import make_inputs, random
-from mmkv.cache import prompt_kv
 from mmkv.layer_inputs import LayerInputs
+from mmkv.merge import reference
 from mmkv.merge.groups import log_weights
 from mmkv.merge.reference import ReferenceQueries
 
@@ -21,7 +21,7 @@ B, H, G, U, D, M = 2, 2, 3, 14, 4, 5
 @pytest.mark.parametrize("together", [2**20, 1])
 def test_weights_equal_the_loop(softcap, together, monkeypatch):
     """Slot 0 is empty, slot 1 one token, and some tokens are none and hold anything."""
-    monkeypatch.setattr(prompt_kv, "tile", lambda device: together)
+    monkeypatch.setattr(reference, "tile", lambda device: together)
     keys, query = random(B, H, U, D), random(B, H * G, 6, D, seed=1)
     slot = torch.randint(2, M, (B, H, U), generator=torch.Generator().manual_seed(2))
     slot[..., 3] = 1

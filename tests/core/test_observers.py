@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers.models import left_padded
-from mmkv.scores import observers as tiling
+from mmkv import tensors as tiling
 from mmkv.scores.observers import observer_scores, output_gram
 
 LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H)

@@ -26,7 +26,7 @@ from mmkv.cache.kernels import attend
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, Step
 from mmkv.cache.quantize import QuantizedKV
-from mmkv.parts.slots import GrowingSlots
+from mmkv.decode.slots import GrowingSlots
 
 NEW = 52  # the window is full after 48, and its oldest tokens are written as codes
 ROWS = (56, 29, 41)

@@ -12,8 +12,8 @@ from torch import Tensor
 from helpers.memory import Outputs
 from helpers.models import left_padded
 from helpers.oracle import naive_attention, pool
+from mmkv import tensors as tiling
 from mmkv.scores import accumulated_attention, recency, window_attention
-from mmkv.scores import observers as tiling
 from mmkv.sizes.squeeze import residual_similarity
 
 LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H): one head each, grouped, one for all

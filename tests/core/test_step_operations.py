@@ -9,7 +9,7 @@ from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import Step, block_of
 from mmkv.cache.plain import PlainKV
-from mmkv.parts.slots import GrowingSlots, Ring
+from mmkv.decode.slots import GrowingSlots, Ring
 
 LENGTHS, HEAD_DIM = (40, 20, 10), 8
 

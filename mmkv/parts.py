@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     from mmkv.cache.prompt_kv import PromptKV
     from mmkv.cache.selection import Kept, Ranking
+    from mmkv.decode.slots import SlotSchedule
     from mmkv.layer_inputs import LayerInputs
-    from mmkv.parts.slots import SlotSchedule
     from mmkv.policy import Policy
 
 KINDS = ("score", "layers", "heads", "decode", "merge", "protect")
@@ -331,7 +331,7 @@ def _hints(cls: type) -> dict[str, Any]:
 @cache
 def discover() -> None:
     """Import every module that defines parts or policies, which registers them."""
-    for name in ("scores", "sizes", "merge", "parts", "policies"):
+    for name in ("scores", "sizes", "merge", "decode", "policies"):
         package = importlib.import_module(f"mmkv.{name}")
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmkv.decode.slots import Ring, SlotSchedule
 from mmkv.parts import Decode, RowSizes, register_part
-from mmkv.parts.slots import Ring, SlotSchedule, send
+from mmkv.tensors import send
 
 if TYPE_CHECKING:
     from mmkv.policy import Policy

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mmkv.parts import Decode, NonNegativeInt, PositiveInt, RowSizes, register_part
+from mmkv.tensors import send
 
 if TYPE_CHECKING:
     from mmkv.policy import Policy
@@ -381,8 +382,3 @@ def spare(width: int, seen: int) -> int:
     were dropped, so that the cache stays smaller than the full one; at least 16.
     """
     return max(16, min(width // 8, seen - width))
-
-
-def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to the device without waiting for it."""
-    return torch.from_numpy(array.copy()).to(device, non_blocking=True)
