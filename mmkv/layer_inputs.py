@@ -143,8 +143,8 @@ class LayerInputs:
         bias: float32 [B, H, N], added to the logits of each key: the logarithm of its weight, if it
             is a group of tokens of earlier turns; None: no groups.
         image: bool [B, N], True for image tokens; None if unknown.
-        size: float32 [B], tokens kept of each row, mean over layers and heads; None if the score
-            does not read it (`uses_size`), or no budget sets it.
+        size: float32 [B], tokens kept of each row, mean over layers and heads; None if no budget
+            sets it, as in a first pass before sizes are known.
         hidden: [B, Q, hidden], input of the attention block at the queries, if a prompt is fed
             again (`mmkv.attach.repetition`); otherwise None.
         layer_idx: the layer's number in the model.

@@ -88,7 +88,6 @@ class Score(Part):
         by_head: a head's scores depend on that head alone, so they can be computed where the
             layer's other heads are missing (tensor parallelism).
         uses_rotary: the score reads `LayerInputs.rotary`, or queries and keys before rotation.
-        uses_size: the score reads `LayerInputs.size`.
         repeats: the score reads the queries of the prompt fed again (`mmkv.attach.repetition`).
     """
 
@@ -100,7 +99,6 @@ class Score(Part):
     ranks: bool = True
     by_head: bool = False
     uses_rotary: bool = False
-    uses_size: bool = False
     repeats: bool = False
 
     def __call__(self, layer: LayerInputs) -> Tensor:
@@ -242,13 +240,11 @@ class Merge(Part):
 
     Attributes:
         weighted: attention adds the logarithm of a weight to the logits of merged pairs.
-        newest: how many of the last tokens are never merged.
         fit: the number of the prompt's queries to which weights are fitted (`PromptKV.readers`).
     """
 
     kind = "merge"
     weighted: ClassVar[bool] = False
-    newest: int = 0
     fit: int = 0
 
     def __call__(self, prompt_kv: PromptKV, ranking: Ranking) -> Kept:

@@ -35,6 +35,11 @@ def rows(x: Tensor, at: Tensor) -> Tensor:
     return flat.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
 
 
+def last(number: Tensor, free: Tensor) -> Tensor:
+    """Return the last `number` [B, H] tokens among those that are `free`, bool [B, H, U]."""
+    return free & (free.flip(-1).cumsum(-1).flip(-1) <= number[..., None])
+
+
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest of each column of float32 [..., C, O], and its row: [..., 1, O] both."""
     if x.device.type != "cpu":

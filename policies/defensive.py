@@ -42,7 +42,6 @@ class DefensiveAttention(Score):
     window: PositiveInt = 32
     kernel_size: PositiveInt = 5
     mass: Share = 0.9
-    uses_size = True  # it bounds the tokens kept first
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -346,8 +346,7 @@ class CompressedCache(Cache):
         evicts = phase.evicts and not phase.keeps_all
         adds = score.turn_reduction == "sum" and not plan.keeps_everything
         phase.scores = (adds or (evicts and any(plan.evicting(prompt)))) and not score.repeats
-        sized = phase.scores and score.uses_size
-        phase.mean_sizes = plan.mean_sizes(prompt, len(self.compressed)) if sized else None
+        phase.mean_sizes = plan.mean_sizes(prompt, len(self.compressed))
 
     def _sizes(
         self,

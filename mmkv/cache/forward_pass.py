@@ -174,7 +174,7 @@ class Reading:
             `CacheConfig.evict_chunks` every pass, in all rows that do not end in padding.
         keeps_all: whether no token is evicted, as for a question about a context.
         scores: whether this pass scores the tokens of each layer.
-        mean_sizes: [B], mean number of tokens a head keeps; None if the score does not use it.
+        mean_sizes: [B], mean number of tokens a head keeps; None without a budget.
         sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
         similarity: for each layer, the mean similarity [B] of the residual stream before and after
             its attention, and the number of tokens [B], over all chunks (SqueezeAttention).

@@ -20,7 +20,7 @@ from mmkv.layer_inputs import LayerInputs, rows_of
 from mmkv.parts import SizeInputs
 from mmkv.policy import Policy, Score
 from mmkv.sizes.layers import fit
-from mmkv.tensors import send
+from mmkv.tensors import last, send
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV
@@ -189,14 +189,14 @@ def ranked(
     """Rank the tokens of one layer.
 
     Args:
-        policy: its `heads`, `merge` and `recent` are used.
+        policy: its `heads` and `recent` are used.
         kv: the tokens; without scores if every row keeps all of them.
         prompt: the masks of the tokens.
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: the index of the layer.
         split: int64 [B, H], tokens kept by each head, if the heads of all layers share a budget.
     """
-    heads, merge, known = policy.heads, policy.merge, None
+    heads, known = policy.heads, None
     if heads.equal and split is None and not kv.evicted:
         # A first prompt of which all heads keep the same number of tokens.
         lengths, n_pinned = torch.tensor(prompt.lengths), torch.tensor(prompt.n_pinned)
@@ -212,10 +212,6 @@ def ranked(
     elif not (heads.equal or heads.is_global):
         n_always, competing = always_kept.sum(-1), present & ~always_kept
         size = _split(policy, scores, competing, n_always, size, sizes, layer_idx)
-    if merge is not None and merge.newest:
-        # At most an eighth of the slots, so that most are left for the other tokens.
-        n_newest = (size // 8).clamp(max=merge.newest).minimum(size - always_kept.sum(-1))
-        always_kept = always_kept | _last(n_newest, present & ~always_kept)
     rank = scores.masked_fill(always_kept, float("inf")).masked_fill(~present, float("-inf"))
     return Ranking(rank, size, protected, free, known)
 
@@ -375,10 +371,5 @@ def contested(
     if policy.recent:
         # The share of the most recent tokens is bounded by what the tokens always kept leave.
         n_recent = torch.minimum((policy.recent * size).long(), size - always_kept.sum(-1))
-        always_kept = always_kept | _last(n_recent, present & ~always_kept)
+        always_kept = always_kept | last(n_recent, present & ~always_kept)
     return scores.expand(B, heads, U), present, always_kept, size
-
-
-def _last(number: Tensor, free: Tensor) -> Tensor:
-    """Return the last `number` [B, H] tokens among those that are `free`, bool [B, H, U]."""
-    return free & (free.flip(-1).cumsum(-1).flip(-1) <= number[..., None])

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
 from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
-from mmkv.tensors import largest, rows, spans, tile
+from mmkv.tensors import largest, last, rows, spans, tile
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV
@@ -72,7 +72,7 @@ class MergeIntoGroups(Merge):
         size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
         options: Any = {"exact": self.exact, "value_weight": self.value_weight}
         options |= {"run": self.group_run, "rounds": self.rounds}
-        rank = ranking.rank.expand(B, H, U)
+        rank = self._without_newest(ranking.rank.expand(B, H, U), size)
         leader = leaders(keys, values, rank, size, prompt_kv.weights, **options)
         rank = torch.zeros(B, H, U, device=keys.device)
         rank = rank.masked_fill_(leader != torch.arange(U, device=rank.device), -torch.inf)
@@ -96,6 +96,17 @@ class MergeIntoGroups(Merge):
             weights=n_tokens.masked_fill(n_tokens == 0, 1.0),
             log_weights=log_weights(slot, M, present, *arguments),
         )
+
+    def _without_newest(self, rank: Tensor, size: Tensor) -> Tensor:
+        """Return the rank [B, H, U] with inf for the newest tokens, which stay single.
+
+        They are at most an eighth of the slots, `size` [B, H], so that most are left for others.
+        """
+        if not self.newest:
+            return rank
+        stays = rank == torch.inf
+        number = (size // 8).clamp(max=self.newest).minimum(size - stays.sum(-1))
+        return rank.masked_fill(last(number, ~stays & (rank > -torch.inf)), torch.inf)
 
 
 @torch.no_grad()

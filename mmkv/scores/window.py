@@ -69,11 +69,6 @@ class WindowAttention(Score):
                 "the window must be at least 1, the kernel size odd"
             )
 
-    @property
-    def uses_size(self) -> bool:  # type: ignore[override]
-        """Whether half of the size is needed, for CriticalKV's two stages."""
-        return self.value == "critical"
-
     def check(self, policy: Policy) -> None:
         """Check `value` and `diversity`, which decode steps do not weigh and stages do not mix."""
         check_decoding(policy, value=self.value, diversity=self.diversity)

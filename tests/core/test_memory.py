@@ -220,7 +220,7 @@ def test_an_unready_model_leaves_room_for_any_heads():
     model.train()
     with mmkv.wrapped(model, "condense", memory="8x"):
         waiting = model._mmkv.plan
-        model.eval()
+        prefilled(model.eval(), (20,))
         settled = model._mmkv.plan
     assert waiting.waits_for_probe
     assert not settled.waits_for_probe
