@@ -1,6 +1,7 @@
 """What a cache in 8 or 4 bits says, token by token, as the pages describe it."""
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 NEWEST, BULK, GROUP = 32, 16, 64
 
 
+@cache
 def rotated_by(D: int) -> Tensor:
     """The matrix that keys are multiplied by; only its signs are taken from the package."""
     from mmkv.cache.codes import rotation
