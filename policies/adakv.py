@@ -3,8 +3,8 @@
 Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
 Inference", arXiv 2407.11550, algorithms 1 and 2. alpha = 0.5 as in the paper; the command line of
 the authors' code, https://github.com/FFY0/AdaKV, defaults to 0.2. The code rounds each head's size
-separately, so that a layer may miss its total by some tokens, and with grouped heads it pools after
-the mean over a group; here totals are exact, and as in SnapKV each query head is pooled first.
+separately, so a layer may miss its total by some tokens; here totals are exact. With grouped heads
+the code averages over a group before pooling; here, as in SnapKV, each query head is pooled first.
 """
 
 from dataclasses import dataclass

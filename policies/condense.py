@@ -1,10 +1,11 @@
 """Condense: keep the most important tokens exactly, and merge all others into weighted groups.
 
-Every query of the prompt observes its chunk as if it came after the prompt. The tokens whose loss
-would change an observer's output most are kept; the others are merged into groups, whose weights
-give them the attention that their tokens had. No token leaves the softmax. Close to: KeepKV, arXiv
-2504.09936, and LOOK-M, arXiv 2406.18139 (merging); KVzip, arXiv 2505.23416 (observers); ToMe, arXiv
-2210.09461, and Attention Matching, arXiv 2602.16284 (weights).
+The prompt is cut into runs, and each query observes all tokens of its run as if it came after the
+prompt. A token's score is the largest change of any observer's output if the token were dropped.
+The tokens with the highest scores are kept exactly. The others are merged into groups; the weight
+of a group gives it the attention that its tokens had, so every token stays in the softmax. Related:
+KeepKV, arXiv 2504.09936, and LOOK-M, arXiv 2406.18139 (merging); KVzip, arXiv 2505.23416
+(observers); ToMe, arXiv 2210.09461, and Attention Matching, arXiv 2602.16284 (weights).
 """
 
 from dataclasses import dataclass

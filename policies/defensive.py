@@ -1,12 +1,13 @@
 """DefensiveKV: a token's score is the largest attention that any of the last queries pays to it.
 
-Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference", arXiv 2510.13334: the
-largest attention, and at least the mean of these maxima over tokens. The rest is as in the authors'
-code, https://github.com/FFY0/DefensiveKV: attention is averaged over neighbours before the maximum,
-and multiplied by each head's share of the norms of W_O v; the tokens of 0.9 of the attention, less
-that on the `window` tokens before the window (the code's names say the window), are kept first.
+Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference", arXiv 2510.13334. A score
+is at least the mean of these maxima over all tokens. As in the authors' code,
+https://github.com/FFY0/DefensiveKV, attention is averaged over neighbouring keys before the maximum
+and multiplied by the head's share of the norms of W_O v. The tokens that make up 0.9 of a head's
+attention are kept first; the 0.9 is lowered by the attention on the `window` tokens before the
+window (by its variables' names, the code means the window itself).
 
-In later turns, where heads hold different tokens, shares are computed from the heads' mean norms.
+In later turns heads hold different tokens, and shares are computed from the heads' mean norms.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class DefensiveAttention(Score):
     """The largest attention of any of the last queries (DefensiveKV, arXiv 2510.13334).
 
     Options:
-        window: how many last queries observe; their own tokens are always kept.
+        window: how many last queries observe; their own tokens are pinned.
         kernel_size: attention is averaged over this many neighbouring keys, an odd number.
         mass: tokens that make up this share of a head's attention, in [0, 1], are kept first.
     """
@@ -50,12 +51,12 @@ class DefensiveAttention(Score):
             raise ValueError(f"kernel_size={self.kernel_size}: expected an odd number")
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """Return the largest attention times each head's share of the token's output norm.
+        """Return the largest attention, times each head's share of the token's output norm.
 
-        Averaging over neighbouring keys preserves each query's sum over keys. The tokens of a head
-        that make up the share `mass` of its attention, less that on the last `window` tokens, score
-        as much as the layer's best; at most as many as `layer.size` allows besides the window. The
-        window's tokens, which are always kept, score 0.
+        Averaging over neighbouring keys preserves each query's sum over keys. The tokens that make
+        up the share `mass` of a head's attention get the layer's highest score. `mass` is lowered
+        by the attention on the last `window` tokens before the window, and `layer.size` bounds the
+        number of these tokens. The window's tokens are pinned and score 0.
         """
         B, window, valid = layer.key.shape[0], self.window, layer.valid
         M = layer.key.shape[2] - window
@@ -66,7 +67,7 @@ class DefensiveAttention(Score):
 
         flat, kernel = attention.flatten(0, 2), self.kernel_size  # [B * H * G, window, M]
         averaged = avg_pool1d(flat, kernel, stride=1, padding=kernel // 2).view_as(attention)
-        averaged = averaged * valid_keys[:, None, None]  # without what is averaged over an edge
+        averaged = averaged * valid_keys[:, None, None]  # none for padding
         old, new = (x.sum(-1, keepdim=True) for x in (attention, averaged))
         worst = (averaged * (old / new.clamp(min=_TINY))).amax((2, 3))  # [B, H, M]
         mean_worst = worst.sum(-1, keepdim=True) / valid_keys.sum(-1, keepdim=True).clamp(min=1)
@@ -89,7 +90,7 @@ class DefensiveAttention(Score):
 def _norm_shares(layer: LayerInputs, n: int) -> Tensor:
     """Return each head's share of a token's output norms over all heads: [B, H, n].
 
-    If heads hold different tokens, relative to the sum of the heads' mean norms.
+    If heads hold different tokens, norms are divided by the sum of the heads' mean norms.
     """
     norms = output_norms(layer, n)
     if layer.head is None:
@@ -100,14 +101,14 @@ def _norm_shares(layer: LayerInputs, n: int) -> Tensor:
 
 
 def _of_layer(x: Tensor, layer: LayerInputs) -> Tensor:
-    """Return a value per head [B, H]; if each head is a row, with a layer's heads in one row."""
+    """Return values [B, H] with all heads of a layer in one row, also if each head is a row."""
     if layer.head is None or layer.weight is None:
         return x
     return x.view(-1, layer.weight().shape[0] // layer.query.shape[1])
 
 
 def _first_share(mean: Tensor, share: Tensor) -> Tensor:
-    """Count a head's largest entries before their sum reaches a share of the total: [B, H]."""
+    """Return how many of a head's largest entries sum to less than `share` of all: [B, H]."""
     ordered = mean.sort(dim=-1, descending=True).values
     reached = (ordered / ordered.sum(-1, keepdim=True).clamp(min=_TINY)).cumsum(-1) >= share
     return torch.where(reached.any(-1), (~reached).sum(-1), 0)
@@ -116,7 +117,7 @@ def _first_share(mean: Tensor, share: Tensor) -> Tensor:
 @register_policy("defensive", aliases=("defensivekv",))
 @dataclass(frozen=True, kw_only=True)
 class Defensive(Policy):
-    """Worst-case window attention by output norms; one ranking over the heads of a layer."""
+    """Largest window attention times output norms; one ranking over the heads of a layer."""
 
     paper = "DefensiveKV, arXiv 2510.13334"
     score: Score = DefensiveAttention()

@@ -1,11 +1,10 @@
 """ElasticCache: evicted pairs are merged into their nearest kept neighbour.
 
 Liu et al., "Efficient Inference of Vision Instruction-Following Models with Elastic Cache",
-arXiv 2407.18121, section 3. Its official code, https://github.com/liuzuyan/ElasticCache, uses
-argsort as a rank and so keeps a nearly random set, and the indices of the pairs that it merges are
-off by the number of first tokens always kept; here the best tokens are kept and the evicted pairs
-are merged. In decode steps its code drops at a fixed index of the cache, as PrefixKV's does (see
-`mmkv.policies.prefixkv`).
+arXiv 2407.18121, section 3. Its official code, https://github.com/liuzuyan/ElasticCache, has
+two faults that are not repeated here: it takes argsort for a rank, and so keeps a nearly random
+set; and the indices of the pairs that it merges are off by the number of sinks. Its decode steps
+drop the pair at a fixed index of the cache, as PrefixKV's do (see `mmkv.policies.prefixkv`).
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,12 @@
-"""Expected Attention: the attention expected of later queries distributed like the prompt's.
+"""Expected Attention: a token's score is the attention that later queries are expected to pay it.
+
+Later queries are assumed to be normally distributed, with the prompt's mean and covariance.
 
 Devoto et al., "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
-Distribution", arXiv 2510.00636, section 3. Heads share a layer's budget as in the authors' own
-comparisons (kvpress: `AdaKVPress(ExpectedAttentionPress(...))`, a fifth of it spread evenly);
-`heads="uniform"` is their score alone. Epsilon is the paper's: kvpress' default is 0.
+Distribution", arXiv 2510.00636, section 3. Head sizes are Ada-KV's with a fifth of the budget
+split equally, as in the authors' own comparisons (kvpress:
+`AdaKVPress(ExpectedAttentionPress(...))`); `heads="uniform"` gives all heads the same size. Epsilon
+is the paper's; kvpress defaults to 0.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ class ExpectedAttention(Score):
     """The attention expected of queries to come, times the value's norm (arXiv 2510.00636).
 
     Options:
-        positions: the rotation is averaged over this many positions after the prompt; 1 or more.
+        positions: over how many positions after the prompt rotations are averaged; 1 or more.
         skip: how many first tokens are left out of the statistics, and score highest.
         epsilon: added to the attention of every token, not negative.
     """

@@ -1,9 +1,10 @@
 """H2O: keep heavy hitters, the tokens with the most attention so far, and the most recent ones.
 
 Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language
-Models", arXiv 2306.14048, section 4. Half of the budget each. The paper's algorithm 1 drops a token
-a step from the first on; here, as in the authors' code, https://github.com/FMInference/H2O, a
-prompt's tokens compete once, when all its queries have been seen.
+Models", arXiv 2306.14048, section 4. Each gets half of the budget. The paper's algorithm 1 drops
+a token a step from the first on; here, as in the authors' code,
+https://github.com/FMInference/H2O, a prompt's tokens compete once, when all its queries have been
+seen.
 """
 
 from dataclasses import dataclass

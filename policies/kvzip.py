@@ -7,10 +7,10 @@ piece and its repetition. In the authors' code, https://github.com/snu-mllab/KVz
 prompt serves as sinks; 4 sinks are as in kvpress (`KVzipPress`). This costs one more prefill.
 Pictures are repeated by their embeddings.
 
-mmkv has no tokenizer, so the request to repeat is given as token ids, `instruction`; by default
-there is none. From the second piece on, the authors' code uses another request, with the 8 tokens
-before the piece; here all pieces have the same one. In a later turn only that turn is repeated, and
-earlier tokens keep their scores.
+A policy has no tokenizer, so the request to repeat is given as token ids (`instruction`); by
+default there is none. From the second piece on, the authors' code uses another request, with the 8
+tokens before the piece; here all pieces have the same request. In a later turn only that turn is
+repeated, and earlier tokens keep their scores.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Repetition(Score):
     The prompt is fed a second time, as the model's own reply, before anything is evicted.
 
     Options:
-        instruction: token ids before the repetition, separated by blanks: those of "Repeat the
-            previous context exactly." and of the start of a reply; None for none.
-        repeated: tokens repeated at a time, 1 or more.
-        outputs: weigh attention by what it adds to the residual stream (KVzip+).
+        instruction: ids of tokens to insert before the repetition, separated by blanks, such as
+            those of "Repeat the previous context exactly." and of a reply's start; None: no tokens.
+        repeated: how many tokens are repeated in one pass; 1 or more.
+        outputs: multiply attention by the norm of what it adds to the residual stream (KVzip+).
     """
 
     instruction: str | None = None
@@ -58,7 +58,7 @@ class Repetition(Score):
         super().__post_init__()
         if not all(x.isdecimal() for x in (self.instruction or "").split()):
             raise ValueError(
-                f"instruction={self.instruction!r}: expected ids of tokens with blanks between, "
+                f"instruction={self.instruction!r}: expected token ids separated by blanks, "
                 "such as '9690 279'"
             )
 
@@ -68,7 +68,7 @@ class Repetition(Score):
         return [int(x) for x in (self.instruction or "").split()]
 
     def check(self, policy: Policy) -> None:
-        """Check that no part needs scores before the prompt ends, or of generated tokens."""
+        """Check that no part needs scores before the repetition, or scores of generated tokens."""
         if policy.layers.mini_prefill:
             raise ValueError(
                 f"allocation={policy.flat().get('allocation')!r} sizes layers before the prompt is "
@@ -83,9 +83,10 @@ class Repetition(Score):
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Return the largest attention of the last Q queries on each token, in [0, 1].
 
-        The layer's tokens are sinks, a part of the prompt, and its repetition, whose queries these
-        are. With `outputs`, times `||W_O v|| / ||h||`: the norm of what is added to the residual
-        stream, over that of attention's input at the query, `layer.hidden`.
+        The layer's tokens are the sinks, a piece of the prompt and the repetition of this piece;
+        the queries are those of the repetition. With `outputs`, attention is multiplied by
+        `||W_O v|| / ||h||`: the norm of what it adds to the residual stream, divided by the norm of
+        the attention block's input at the query (`layer.hidden`).
         """
         (B, Hq, Q, _), (H, N) = layer.query.shape, layer.key.shape[1:3]
         scores = torch.zeros(B, H, Hq // H, N, device=layer.key.device)

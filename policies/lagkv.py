@@ -30,8 +30,8 @@ class LagRelative(Score):
     """Variation of channels relative to the next block (LagKV, arXiv 2504.04704, section 3).
 
     Options:
-        lag: tokens of a block; 2 or more.
-        skip: how many first tokens are left out of blocks, and score highest.
+        lag: number of tokens in a block; 2 or more.
+        skip: how many first tokens are in no block and score highest.
     """
 
     lag: Annotated[int, partial(at_least, 2)] = 128
@@ -42,19 +42,19 @@ class LagRelative(Score):
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Return ranks within blocks, in [0, 2]; the last tokens score highest.
 
-        A row's tokens after the first `skip` are cut into blocks of `lag`. A block's keys (and
-        values) are scaled, channel by channel, by the minimum and maximum of the next block; the
-        softmax over the block of the standard deviation over channels is averaged over keys and
-        values, and a token's score is its rank in its block over `lag`. All tokens after the last
-        block that has a next one score above 1, the newest highest, and so do the first `skip`: the
-        paper always keeps these. A channel that is constant in the next block counts as 0; in the
-        authors' code it is NaN.
+        A row's tokens after the first `skip` are cut into blocks of `lag`. Each channel of a
+        block's keys, and of its values, is scaled by the channel's minimum and maximum in the next
+        block. A token's variation is the standard deviation over its channels, after a softmax over
+        the block, averaged over key and value. Its score is its rank by variation within the block,
+        divided by `lag`. The first `skip` tokens, and all tokens after the last block that has a
+        next block, score above 1, the newest highest: the paper always keeps them. A channel that
+        is constant in the next block counts as 0; in the authors' code it is NaN.
         """
         (B, H, N), valid, lag, skip = layer.key.shape[:3], layer.valid, self.lag, self.skip
-        # Each row's tokens without padding, so that its blocks are those that it has alone.
+        # Padding is moved to the end, so that a row has the same blocks as without a batch.
         order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
         length = valid.sum(-1, keepdim=True)
-        blocks = (length - skip).clamp(min=0) // lag - 1  # those with a next one
+        blocks = (length - skip).clamp(min=0) // lag - 1  # that have a next block
         position = torch.arange(N, device=valid.device).expand(B, N)
         newest = 1 + (position + 1) / length.clamp(min=1)
         scores = torch.where(position < skip, 2.0, newest)[:, None].repeat(1, H, 1)
@@ -71,7 +71,7 @@ class LagRelative(Score):
 
 
 def _spread(x: Tensor) -> Tensor:
-    """Score blocks `[B, H, n, lag, D]` by the next ones: `[B, H, n - 1, lag]`."""
+    """Return variations in blocks `[B, H, n, lag, D]`, by the next block: `[B, H, n - 1, lag]`."""
     low, high = x[:, :, 1:].aminmax(dim=3, keepdim=True)
     span = high - low
     scaled = ((x[:, :, :-1] - low) / span).masked_fill(span == 0, 0.0)
@@ -81,7 +81,7 @@ def _spread(x: Tensor) -> Tensor:
 @register_policy("lagkv")
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Policy):
-    """Keep 4 sinks, the last block and the same share of each other; generated tokens stay."""
+    """Keep 4 sinks, the last block and an equal share of other blocks; generated tokens stay."""
 
     paper = "LagKV, arXiv 2504.04704"
     score: Score = LagRelative()

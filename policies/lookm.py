@@ -1,11 +1,11 @@
 """LOOK-M: image tokens are evicted before text, and evicted pairs are averaged into kept ones.
 
 Wan et al., "LOOK-M: Look-Once Optimization in KV Cache for Efficient Multimodal Long-Context
-Inference", arXiv 2406.18139, section 3, with averaged merging, into the kept key of highest cosine
-similarity. Half of the size is recent tokens. Its code, https://github.com/SUSTechBruce/LOOK-M,
-keeps all text even if that is more than the budget; here, as in the paper, text competes too once
-no image token is left. A prompt without pictures, which the code does not compress, is evicted by
-accumulated attention alone.
+Inference", arXiv 2406.18139, section 3. An evicted pair is averaged into the kept pair whose key is
+most similar (cosine). Recent tokens get half of the size. Its code,
+https://github.com/SUSTechBruce/LOOK-M, keeps all text even if that is more than the budget; here,
+as in the paper, text competes too once no image token is left. The code does not compress a prompt
+without pictures; here accumulated attention alone decides.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from mmkv.layer_inputs import LayerInputs
 
-# The paper adds the largest score to the scores of text. The scores of image tokens times this
-# power of two rank the same, without rounding, below any that text has.
+# The paper adds the largest score to the scores of text. Multiplying the scores of image tokens by
+# this power of two ranks them below all text as well, and rounds nothing.
 _BEHIND_TEXT = 2.0**-64
 
 
@@ -36,7 +36,7 @@ _BEHIND_TEXT = 2.0**-64
 class TextFirst(AccumulatedAttention):
     """Accumulated attention that ranks image tokens behind all text (LOOK-M, section 3.2).
 
-    Image tokens are known by their ids; if the model is given embeddings alone, all is text.
+    Image tokens are found by their ids; if the model gets embeddings alone, all count as text.
 
     Options:
         value: how a token's value counts, as for "accumulated".
@@ -48,8 +48,8 @@ class TextFirst(AccumulatedAttention):
         super().check(policy)
         if policy.decode.name == "fixed":
             raise ValueError(
-                "score='text-first' lets image tokens leave first, but decode='fixed' drops tokens "
-                "whatever they are: use decode='ratio' or 'grow', or score='accumulated'"
+                "score='text-first' evicts image tokens before text, but decode='fixed' drops both "
+                "alike: use decode='ratio' or 'grow', or score='accumulated'"
             )
 
     def __call__(self, layer: LayerInputs) -> Tensor:

@@ -7,8 +7,8 @@ code, https://github.com/THU-MIG/PrefixKV, is offline only.
 
 Their search for sizes stops within 5 tokens of the budget and then scales them; here sizes are
 exact. They always keep the first and the last token; here `sinks=1` keeps the first. Each of their
-decode steps drops the entry 25 before the prompt's end in the cache, so the prompt's last kept
-tokens go first; here no token of the prompt is dropped, but the one 25 before the newest.
+decode steps drops the cache's entry 25 before the prompt's end, so the prompt's last kept tokens go
+first; here a step drops the token 25 before the newest, and never a token of the prompt.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""PyramidInfer: recency-weighted window attention, the kept fraction decaying with depth.
+"""PyramidInfer: recency-weighted window attention; layer sizes shrink with depth.
 
 Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference",
 arXiv 2405.12532, section 3. There, tokens that a layer drops are not computed in later layers; here

@@ -33,7 +33,7 @@ class Noise(Score):
         """Return uniform numbers in (0, 1), the same in every run, in a batch or alone.
 
         They are hashes of the seed, the layer, the head, the number of tokens in the row and the
-        token's index among them: torch's generators are not used, and a later turn draws new ones.
+        token's index among them: torch's generators are not used. A later turn draws new numbers.
         """
         valid, device = layer.valid, layer.valid.device
         index = (valid.cumsum(-1) - 1).clamp(min=0)[:, None]

@@ -1,9 +1,10 @@
 """SnapKV: keep what the prompt's last queries attend to, pooled over neighbouring keys.
 
 Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469,
-section 4. Defaults are its LongBench configuration; its classes default to 64 / 5 / avg. The
-authors' code, https://github.com/FasterDecoding/SnapKV, repeats the keys for each query head, so
-that each keeps its own tokens; here the query heads of a group share them, by their mean score.
+section 4. The defaults are those of its LongBench configuration; the classes in the authors' code,
+https://github.com/FasterDecoding/SnapKV, default to a window of 64 and average pooling over 5. That
+code repeats keys, so each query head keeps its own tokens; here the query heads of a group keep the
+same tokens, by their mean score.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """SparseMM: heads that read from pictures keep many tokens, all others few.
 
 Wang et al., "SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs",
-arXiv 2506.05344, section 3; window and pooling as in the paper, where its code,
-https://github.com/CR400AF-A/SparseMM, runs average pooling over 5. Visual scores are measured
+arXiv 2506.05344, section 3. Window and pooling are the paper's; its code,
+https://github.com/CR400AF-A/SparseMM, uses average pooling over 5. Visual scores are measured
 once, by `mmkv.calibrate(model, samples, policy="sparsemm")`; the built-in model comes with them. If
 a head's size exceeds the prompt, the rest goes to other heads; the code leaves it unspent.
 """

@@ -1,8 +1,8 @@
-"""VL-Cache: keep what the text after a picture attends to, more in layers of dense attention.
+"""VL-Cache: keep what the text after a picture attends to; layers of dense attention keep more.
 
 Tu et al., "VL-Cache: Sparsity and Modality-Aware KV Cache Compression for Vision-Language Model
 Inference Acceleration", arXiv 2410.23317, section 4. There is no public code. The paper does not
-cover prompts without text after a picture; here all their queries observe.
+cover prompts without text after a picture; here all queries of such a prompt observe.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class SparsityLayers(Layers):
         """Check that the score keeps all queries of a prompt."""
         if policy.queries is not None:
             raise ValueError(
-                "layers='sparsity' looks at the queries of all text behind a picture, and with "
-                f"score={policy.score.name!r} they are not kept: use score='post-vision'"
+                "layers='sparsity' needs the queries of all text after a picture, which "
+                f"score={policy.score.name!r} does not keep: use score='post-vision'"
             )
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
@@ -75,10 +75,10 @@ class SparsityLayers(Layers):
         ]
 
     def measure(self, layer: LayerInputs) -> Tensor:
-        """Return the density: 1 - the paper's sparsity, of attention from text after the picture.
+        """Return the density (1 - the paper's sparsity) of attention from text after the picture.
 
-        Of the entries that a query sees, it is the share of those at least `threshold` times the
-        query's largest; 0 if there are none.
+        Density is the share of visible entries that are at least `threshold` times the largest
+        entry of their query: float32 [B]; 0 if no entry is visible.
         """
         layer = last_queries(layer)
         assert layer.mask is not None
@@ -96,7 +96,7 @@ class SparsityLayers(Layers):
 
 
 def last_queries(layer: LayerInputs) -> LayerInputs:
-    """Return the inputs with the queries of text after the last picture; masks hide all others.
+    """Return the inputs with only the queries of text after the last picture; a mask hides others.
 
     In a row without such text (a text prompt, or one that ends in its picture), all observe.
     """

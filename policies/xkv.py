@@ -4,8 +4,8 @@ Li et al., "XKV: Personalized KV Cache Memory Reduction for Long-Context LLM Inf
 arXiv 2412.05896, section IV. Its greedy loop adds one token at a time; because each layer's
 retention is concave, this equals one sort of the pooled scores. Its sampling, where the first
 requests of a task size the layers for all others, is `allocation="sampled"`. The authors' code,
-https://github.com/CN-LWZ/XKV, averages sizes in tokens and keeps the window in addition; here the
-sizes' shares of the budget are averaged, for prompts of any length, and the window is part of it.
+https://github.com/CN-LWZ/XKV, averages sizes in tokens and keeps the window in addition; here
+shares of the budget are averaged, for prompts of any length, and the window is part of the budget.
 """
 
 from dataclasses import dataclass

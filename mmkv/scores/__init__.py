@@ -10,9 +10,9 @@ Shape letters, here and in the rest of the package:
 - `D` head dimension
 - `L` attention layers
 
-`valid` is a bool `[B, N]`, False for padding, which lies before a row's tokens (the cache moves it
-there from between turns). Padding scores 0 and influences nothing: a left-padded row gives exactly
-what it gives alone.
+`valid` is a bool `[B, N]`, False for padding, which lies before a row's tokens (the cache
+moves padding between turns there). Padding scores 0 and influences nothing: a left-padded row has
+exactly the scores that it has alone.
 """
 
 from mmkv.scores.accumulated import accumulated_attention

@@ -20,8 +20,8 @@ from mmkv.scores.attention import (
     autocast_off,
     check_decoding,
     checked,
+    drop_full_mask,
     scale_of,
-    unless_all,
 )
 from mmkv.tensors import tile
 
@@ -49,7 +49,7 @@ class AccumulatedAttention(Score):
     queries = 0  # the attention of earlier queries is in the sum already
 
     def check(self, policy: Policy) -> None:
-        """Check `value`: decode steps accumulate attention alone."""
+        """Refuse `value` if decode steps drop tokens by attention alone."""
         check_decoding(policy, value=self.value)
 
     def __call__(self, layer: LayerInputs) -> Tensor:
@@ -103,7 +103,7 @@ def accumulated_attention(
     Source: H2O, arXiv 2306.14048, section 4; also the score of PrefixKV, arXiv 2412.03409.
     """
     B, Hq, Q, D = checked(query, key, valid, mask, softcap)
-    valid = unless_all(valid)
+    valid = drop_full_mask(valid)
     H, N = key.shape[1], key.shape[2]
     if Q > N:
         raise ValueError(
@@ -152,8 +152,8 @@ def _column_sums(
 ) -> Tensor:
     """Return the column sums `[n, N]` of the attention of `query [n, G, Q, D]` on `key [n, N, D]`.
 
-    The queries are those of the last `Q` keys. `mask` is bool `[B, 1, Q, N]` and the row of the
-    batch of each of the `n`; None: causal. `bias` is `[n, 1, N]`, or None.
+    The queries are those of the last `Q` keys. `mask` is a pair, bool `[B, 1, Q, N]` and the batch
+    row of each of the `n`; None: causal. `bias` is `[n, 1, N]`, or None.
     """
     (n, G, Q, D), N = query.shape, key.shape[1]
     block, past = future.shape[0], N - Q

@@ -22,7 +22,7 @@ Pooling = Literal["avg", "max"]
 
 
 def check_decoding(policy: Policy, **options: Any) -> None:
-    """Refuse options that weigh attention if decode steps use attention alone.
+    """Refuse options that change scores if decode steps drop tokens by attention alone.
 
     Raises:
         ValueError: an option is set.
@@ -30,8 +30,8 @@ def check_decoding(policy: Policy, **options: Any) -> None:
     for name, value in options.items():
         if value and policy.decode.name in ("fixed", "least"):
             raise ValueError(
-                f"{name}={value!r} weighs attention, but decode={policy.decode.name!r} goes on by "
-                f"attention alone: leave {name} out, or use decode='ratio' or 'grow'"
+                f"{name}={value!r} changes a prompt's scores, but decode={policy.decode.name!r} "
+                f"drops tokens by attention: leave {name} out, or use decode='ratio' or 'grow'"
             )
 
 
@@ -75,14 +75,14 @@ def window_rows(
 
 def pooled(score: Tensor, kernel_size: int, pooling: Pooling | None) -> Tensor:
     """Pool scores `[B, H, G, n]`, not negative, over tokens; return their mean over query heads."""
-    if pooling is not None:  # padding lies before a row's tokens: its 0 is as the edge is
+    if pooling is not None:  # padding lies before a row's tokens and is 0, like the pool's edge
         flat, pool = score.flatten(0, 2), avg_pool1d if pooling == "avg" else max_pool1d
         score = pool(flat, kernel_size, stride=1, padding=kernel_size // 2).view_as(score)
     return score.mean(2)
 
 
 def scale_of(D: int, scale: float | None, softcap: float | None = None) -> float:
-    """Return the factor of queries; with a softcap, logits are in units of it."""
+    """Return the factor of queries, divided by the softcap if there is one."""
     return (D**-0.5 if scale is None else scale) / (1.0 if softcap is None else softcap)
 
 
@@ -115,8 +115,8 @@ def checked(
     return B, Hq, Q, D
 
 
-def unless_all(valid: Tensor | None) -> Tensor | None:
-    """Return None if nothing is padding; checked only where the host need not wait."""
+def drop_full_mask(valid: Tensor | None) -> Tensor | None:
+    """Return None if nothing is padding; not checked on a GPU, where the host would wait."""
     if valid is not None and valid.device.type == "cpu" and bool(valid.all()):
         return None
     return valid

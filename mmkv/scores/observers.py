@@ -1,4 +1,4 @@
-"""Score by the queries around a token: the largest change of an output if it were dropped.
+"""Score by the queries around a token: the largest change of their outputs without the token.
 
 The prompt is cut into runs. In a run every query, or every `stride`-th one, observes all keys of
 the run, earlier and later ones, as if it came after the prompt. A token's score is the largest
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 @register_part("observers")
 @dataclass(frozen=True, kw_only=True)
 class Observers(Score):
-    """The largest change of an output, over queries near the token, if it were dropped.
+    """The largest change of a nearby query's output if the token were dropped.
 
     Options:
-        chunk: queries observe runs of about this many tokens; 1 or more.
+        chunk: queries observe their own run, of at most this many tokens; 1 or more.
         stride: every `stride`-th query observes; 1 or more.
         whole: how many queries observe the whole prompt, half of them its last ones; 0: none.
         average_heads: rank tokens once per layer, by the mean over heads.
@@ -73,15 +73,15 @@ def observer_scores(
     bias: Tensor | None = None,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Return the largest change of an output, over the queries of a token's run, without the token.
+    """Return the largest change of any output in a token's run if the token were dropped.
 
     With `p_ij` the attention of observer `i` over its whole run, not causal, and `o_i` its output,
     a token's score is `max_i p_ij / (1 - p_ij) * |W_g (v_j - o_i)|`, over the run's observers and
     the query heads `g` of the group: how far the layer's output moves.
 
     In a row of several runs `whole` queries also observe all keys: half of them are the last ones,
-    the others are evenly spread before. Their scores are scaled to each head's mean score by runs,
-    and the larger of both scores counts.
+    the others are evenly spread before. Their scores are scaled so that each head has the same mean
+    score as by runs, and the larger of both scores counts.
 
     A row's valid tokens are cut into `ceil(n / run)` runs of equal length (to one token), wherever
     they lie, so padding changes nothing.
@@ -142,7 +142,7 @@ def _scores(
 ) -> Tensor:
     """Return `observer_scores` of all rows, given the `_root` of the gram matrices."""
     (B, H, N, _), Q, G = key.shape, query.shape[2], query.shape[1] // key.shape[1]
-    # On a CPU, which need not wait to know that there is no padding, runs are slices.
+    # Without padding runs are slices. A GPU does not check: the host would wait.
     sliced = key.device.type == "cpu" and bool(valid.all())
     if not sliced:  # padding may hold any values, NaN included
         key, value = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (key, value))

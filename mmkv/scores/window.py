@@ -20,8 +20,8 @@ from mmkv.scores.attention import (
     autocast_off,
     check_decoding,
     checked,
+    drop_full_mask,
     pooled,
-    unless_all,
     window_rows,
 )
 
@@ -39,13 +39,13 @@ class WindowAttention(Score):
     """Attention from the prompt's last queries (SnapKV, arXiv 2404.14469, section 4).
 
     Options:
-        window: how many last queries observe; their own tokens are always kept.
+        window: how many last queries observe; their own tokens are pinned.
         kernel_size: scores are pooled over this many neighbouring keys, an odd number.
         pooling: "max", "avg", or None for none.
         recency_weighted: weigh the queries by how recent they are (PyramidInfer).
         value: how a token's value counts: "norm", attention times the value's L1 norm (VATP);
             "output", attention plus 1e-4, times its L1 norm after the output projection; "critical"
-            (CriticalKV), the same for half of the budget, after half by attention alone;
+            (CriticalKV), half of the budget by attention alone, the rest as "output";
             "residual", how far a query's output moves without the token (DropKV); None: not at all.
         diversity: mix with the norms of values and the dissimilarity of keys (MixKV).
         average_heads: rank tokens once per layer, by the mean over heads.
@@ -70,7 +70,7 @@ class WindowAttention(Score):
             )
 
     def check(self, policy: Policy) -> None:
-        """Check `value` and `diversity`, which decode steps do not weigh and stages do not mix."""
+        """Refuse combinations in which `value` or `diversity` would have no defined effect."""
         check_decoding(policy, value=self.value, diversity=self.diversity)
         if self.diversity and self.value == "critical":
             raise ValueError(
@@ -79,7 +79,7 @@ class WindowAttention(Score):
             )
 
     def __call__(self, layer: LayerInputs) -> Tensor:
-        """Return the scores; the window's tokens, which are always kept, score 0."""
+        """Return the scores; the window's tokens are pinned and score 0."""
         weights = None
         if self.recency_weighted:
             weights = torch.arange(1, self.window + 1, dtype=torch.float32)
@@ -153,7 +153,7 @@ def window_attention(
         raise ValueError(f"window must be at least 1, got {window}")
     per_query = _window_weights(weights, window, query.device)
     B, _, Q, _ = checked(query, key, valid, mask, softcap)
-    valid = unless_all(valid)
+    valid = drop_full_mask(valid)
     H, N = key.shape[1], key.shape[2]
     if window >= N:
         raise ValueError(f"the prompt has {N} tokens, not more than the window of {window}")

@@ -30,8 +30,8 @@ class _ByScores(Heads):
         """Check that scores differ between heads."""
         if policy.score.average_heads:
             raise ValueError(
-                f"heads={self.name!r} compares heads by their scores; average_heads=True and "
-                "score='recency' give all heads the same"
+                f"heads={self.name!r} compares the scores of heads; average_heads=True and "
+                "score='recency' give all heads the same scores: use heads='uniform'"
             )
 
 
@@ -56,7 +56,7 @@ class AdaptiveHeads(_ByScores):
 class GlobalHeads(_ByScores):
     """One ranking of the tokens of all heads in all layers (KVzip, arXiv 2505.23416).
 
-    Scores are compared without normalisation, and no head has a floor beyond what must be kept, as
+    Scores are compared without normalisation, and no head has a floor beyond its pinned tokens, as
     in the code of KVzip and Layer-DefensiveKV (arXiv 2510.13334).
     """
 
@@ -106,9 +106,9 @@ def adaptive_heads(scores: Tensor, totals: Tensor, *, alpha: float = 0.5) -> Ten
 
 
 def count_first(order: Tensor, total: Tensor, n: int) -> Tensor:
-    """Count each residue modulo n among the first `total` `[B, 1]` entries of `order`: `[B, n]`.
+    """Return how often each residue modulo n is among the first `total` entries: int64 `[B, n]`.
 
-    `order` is int64 `[B, ...]`.
+    `order`, the entries, is int64 `[B, ...]`; `total` is `[B, 1]`.
     """
     counted = torch.arange(order.shape[-1], device=order.device) < total
     return order.new_zeros(len(order), n).scatter_add_(1, order % n, counted.long())

@@ -31,10 +31,10 @@ class UniformLayers(Layers):
 class PyramidLayers(Layers):
     """Sizes fall in equal steps with depth (PyramidKV, arXiv 2406.02069, section 4.1).
 
-    Tokens that are always kept come on top of the series, as in the paper's own code.
+    Pinned tokens come on top of the series, as in the paper's own code.
 
     Options:
-        beta: the slope: the last layer's size is the mean divided by `beta`; 1 or more.
+        beta: the last layer's size is the mean divided by this; 1 or more.
     """
 
     beta: Annotated[float, partial(at_least, 1)] = 20.0

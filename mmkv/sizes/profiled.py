@@ -101,7 +101,7 @@ def by_weight(policy: Policy, weights: Weights, layers: tuple[int, ...]) -> Poli
 
     Weights are those of the compressed `layers`, not negative. Uniform layer sizes are replaced by
     the means of the heads' sizes; other layer sizes stay, and are split among the layer's heads.
-    Tokens that are always kept, as in the observation window, are added to each head's size.
+    Pinned tokens, such as those of the observation window, are added to each head's size.
     """
     heads = HeadsByWeight(weights=weights, layers=layers)
     if isinstance(policy.layers, UniformLayers):
@@ -140,14 +140,14 @@ class _Measured(Heads):
         if policy.score.average_heads:
             raise ValueError(
                 f"heads={self.name!r} gives heads of a layer different sizes; average_heads=True "
-                "and score='recency' rank tokens once for all of them"
+                "and score='recency' rank tokens once for all heads: use heads='uniform'"
             )
 
 
 @register_part("retrieval")
 @dataclass(frozen=True, kw_only=True)
 class RetrievalHeads(_Measured):
-    """Sizes over the whole model by how much each head copies (see `mmkv.attach.copy_probe`).
+    """Sizes over the whole model by how much each head copies (`mmkv.attach.copy_probe`).
 
     A few heads of a language model attend to what followed the same text before ("induction" and
     "echo" heads); in a small cache they need the whole prompt. RazorAttention (arXiv 2407.15891)
@@ -169,7 +169,7 @@ def sized_by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -
     """Return the policy with sizes by copy scores [L][H] of the compressed `layers`.
 
     Head u keeps the share `min(1, c * (r_u + floor))` of the prompt, with c such that the mean is
-    the budget. Tokens that are always kept, as in the observation window, are added.
+    the budget. Pinned tokens, such as those of the observation window, are added.
 
     Raises:
         ValueError: its score ranks tokens once for all heads of a layer.
@@ -215,8 +215,8 @@ def sized_by_pictures(policy: Policy, scores: Weights, layers: tuple[int, ...]) 
     """Return the policy with sizes by visual scores [L][H] of the compressed `layers`.
 
     A head's size is `rho * b + (1 - rho) * b * L * H * s`, with s the head's share of all scores
-    and b the mean of what the tokens that are always kept, as in the observation window, leave of
-    the budget; these tokens are added.
+    and b the mean budget without pinned tokens (such as those of the observation window), which
+    are added.
 
     Raises:
         ValueError: another part sizes layers, or the score ranks tokens once for all heads.
@@ -234,7 +234,7 @@ def sized_by_pictures(policy: Policy, scores: Weights, layers: tuple[int, ...]) 
 @register_part("calibrated")
 @dataclass(frozen=True, kw_only=True)
 class CalibratedHeads(Heads):
-    """Sizes by what each head costs, from a profile of `mmkv.calibrate`; equal without one."""
+    """Sizes by the cost of shrinking each head, from `mmkv.calibrate`; equal without a profile."""
 
     equal = True
     profile = FILE

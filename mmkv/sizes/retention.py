@@ -40,8 +40,8 @@ class _ByScores(Layers):
         if counts and self.allocation != "sampled":
             ((name, n), *_) = counts.items()
             raise ValueError(
-                f"{name}={n} is read with allocation='sampled', and here it is "
-                f"{self.allocation!r}: leave it out, or use allocation='sampled'"
+                f"{name}={n} needs allocation='sampled', got {self.allocation!r}: leave it out, or "
+                "use allocation='sampled'"
             )
 
     @property
@@ -71,9 +71,9 @@ class PrefixLayers(_ByScores):
     Options:
         allocation: when sizes are set: "one-pass", after a prefill that keeps every layer whole;
             "mini-prefill", after a first pass that stores nothing; "sampled", as "mini-prefill" for
-            the first requests of each `mmkv.task`, and to their mean sizes for all later ones.
+            the first requests of each `mmkv.task`; later requests get the mean of these sizes.
         samples: for "sampled", how many first requests set the sizes; 1 or more.
-        requests: in place of `samples`, how many requests will come: a tenth of them set the sizes.
+        requests: in place of `samples`, how many requests will come; the first tenth is used.
     """
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
@@ -102,8 +102,8 @@ class PooledLayers(_ByScores):
         share(zero=False, retention=self.retention)
         if self.retention is not None and self.learns:
             raise ValueError(
-                f"allocation='sampled' shares out a budget, and retention={self.retention} gives "
-                "none: use one of them"
+                f"allocation='sampled' divides a budget, and retention={self.retention} replaces "
+                "the budget: use one of them"
             )
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
@@ -112,7 +112,7 @@ class PooledLayers(_ByScores):
 
 
 def beyond_floors(allocate: Callable[..., list[list[int]]], rows: SizeInputs) -> list[list[float]]:
-    """Return each row's floor plus the sizes by `allocate` of the tokens that compete."""
+    """Return each row's floor, plus the sizes that `allocate` gives to the tokens that compete."""
     L, scores, candidates = rows.n_layers, rows.scores, rows.n_candidates
     assert scores is not None
     assert candidates is not None
@@ -128,7 +128,7 @@ def prefix(importance: Tensor, totals: Tensor, candidates: Tensor | None = None)
 
     With `P_l(o)` the share of layer `l`'s importance in its `o` largest entries, the paper searches
     one `p` by bisection and keeps `min{o : P_l(o) >= p}` tokens, the number of `o` with `P_l(o) <
-    p`. So each layer's size is its number among the `total` smallest of all `P_l(o)`, which one
+    p`. So a layer's size is how many of the `total` smallest `P_l(o)` are its own, which one
     sort finds exactly; tokens that no `p` can place go to the layers of the lowest retention.
 
     Args:
