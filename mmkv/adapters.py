@@ -26,8 +26,8 @@ class Decoder:
     added: str | None = None
     interleaved: bool = False  # rotary embedding of dimensions 2 i and 2 i + 1 together
     others: str | None = None  # kind of its layers that are not compressed, such as "sliding"
-    # Whether its `prepare_inputs_for_generation` drops the cache at some length, and else does what
-    # that of all models does.
+    # Whether its `prepare_inputs_for_generation` drops the cache at some length, and is otherwise
+    # that of all models.
     drops_cache: bool = False
     # Replaces the attention module's forward, called with the module first, if that does not use
     # transformers' AttentionInterface.
@@ -141,7 +141,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "SmolVLMForConditionalGeneration": ("llama",),
 }
 
-# In this model all tokens of a prompt see each other, so that it cannot be read in chunks.
+# All tokens of its prompt see each other, so it cannot be read in chunks.
 _BOTH_WAYS = "PaliGemmaForConditionalGeneration"
 
 # Known classes that cannot be wrapped, and why.
@@ -314,9 +314,9 @@ def table() -> list[dict[str, str]]:
         others = {DECODERS[kind].others for kind in kinds}
         layers = "every layer"
         if None not in others:
-            layers = f"layers with full attention; {others.pop()} layers are left alone"
+            layers = f"layers with full attention, not {others.pop()} layers"
         elif len(others) > 1:
-            layers = "every layer, or those with full attention where others slide"
+            layers = "every layer, or layers with full attention if others slide"
         statuses[name] = "supported", layers
     rows = sorted(statuses.items(), key=lambda row: row[0].lower())
     return [{"class": name, "status": x, "compressed": y} for name, (x, y) in rows]

@@ -14,8 +14,8 @@ from mmkv.memory import Memory
 if TYPE_CHECKING:
     from mmkv.policy import Policy
 
-# Kept where neither the user, the policy nor the profile says how much, on a command line and in
-# the demo; `mmkv.wrap` has no default.
+# The budget of commands and of the demo if neither the user nor the profile gives a size;
+# `mmkv.wrap` takes `mmkv.memory.DEFAULT`.
 DEFAULT: float = 0.2
 _MOST = 2**31  # more tokens than any prompt has, and small enough for arithmetic
 
@@ -42,9 +42,9 @@ def _in_range(budget: Any, shown: str) -> float | int:
     """Return a number as a budget; the error for one out of range begins with `shown`."""
     if isinstance(budget, Integral):
         if budget < 1:
-            raise ValueError(f"{shown}: an int is the number of tokens kept, at least 1")
+            raise ValueError(f"{shown}: must be above 0: a share up to 1.0, or a number of tokens")
         if int(budget) > _MOST:
-            raise ValueError(f"{shown}: an int is the tokens kept, at most {_MOST}")
+            raise ValueError(f"{shown}: must be at most {_MOST} tokens")
         return int(budget)
     # By its text, so that a float32 of 0.2 is 0.2 and not 0.20000000298.
     exact = isinstance(budget, float | Fraction)
@@ -54,7 +54,7 @@ def _in_range(budget: Any, shown: str) -> float | int:
         fraction = math.inf
     if not 0 < fraction <= 1:
         raise ValueError(
-            f"{shown}: a float is the fraction kept, in (0, 1]; use an int for a number of tokens"
+            f"{shown}: a share must be above 0 and up to 1.0; use an int for a number of tokens"
         )
     return fraction
 

@@ -89,7 +89,7 @@ _RELEASE = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 def reads_chunks(kv_cache: Any, pictures: bool) -> bool:
-    """Return whether `generate` can read a prompt in chunks behind a cache, or an empty one.
+    """Return whether `generate` can read a prompt in chunks, after a cache's tokens if it has any.
 
     Before 5.23 it does not look at pictures in chunks, and before 5.21 it reads the chunks of a
     later turn wrongly.

@@ -1,7 +1,7 @@
 """Save and load a context as safetensors: tensors of its cache, and a header, all checked.
 
 Kept pairs are stored as the cache holds them, without empty slots (`mmkv.cache.packed`). Masks,
-lengths and the tokens that are always kept are not stored: they follow from the input ids.
+lengths and pinned tokens are not stored: they follow from the input ids.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _HEADER = {
     **dict.fromkeys(_TEXTS, str),
     **dict.fromkeys(_LISTS, list),
 }
-# Tensors whose lengths say how many slots a layer has, and how many pairs it holds exactly.
+# Their lengths are the number of a layer's slots, and of its pairs held exactly.
 _COUNTED, _NONE = ("positions", "exact"), torch.empty(0)
-# Bound on the pictures of a file, which chat templates may count.
+# The most pictures that a file may state: chat templates may count them.
 _MAX_PICTURES = 10_000
 
 
@@ -139,7 +139,7 @@ def _read_header(text: str | None) -> dict[str, Any]:
     if version != VERSION:
         raise ValueError(f"version {str(version)[:40]}, expected {VERSION}: read it again")
     if header.keys() != _HEADER.keys():
-        raise ValueError(f"its header has not the entries {', '.join(_HEADER)}")
+        raise ValueError(f"its header must have the entries {', '.join(_HEADER)}")
     if wrong := [name for name, expected in _HEADER.items() if type(header[name]) is not expected]:
         raise _wrong(header, *wrong)
     roles, pictures = header["roles"], header["pictures"]
@@ -151,7 +151,7 @@ def _read_header(text: str | None) -> dict[str, Any]:
 
 def _wrong(header: dict[str, Any], *names: str) -> ValueError:
     entries = ", ".join(f"{name}={str(header[name])[:40]}" for name in names)
-    return ValueError(f"its header says {entries}")
+    return ValueError(f"its header has invalid entries: {entries}")
 
 
 def _check_model(header: dict[str, Any], attachment: Attachment) -> None:
@@ -208,7 +208,7 @@ def _restored(
         window.lazy_initialization(keys, values)
         window.keys, window.values, window.cumulative_length = keys, values, T
     if tensors:
-        raise ValueError(f"it holds {min(tensors)[:60]!r}, which no context of this model does")
+        raise ValueError(f"{min(tensors)[:60]!r} is in no context of this model")
     masks = {name: x.to(device) for name, x in vars(prompt).items() if isinstance(x, Tensor)}
     cache.prompt, cache.phase, cache.sizes_learned = replace(prompt, **masks), Decoding(), True
     inputs = {name: x.to(device) for name, x in inputs.items()}
@@ -305,7 +305,7 @@ def _layer(
     counts, position = stored["counts"].flatten().long(), stored["positions"].long()
     n_exact = int(counts.clamp(max=max(1, policy.sinks)).sum()) if plan.kv_dtype else 0
     if (int(counts.sum()), n_exact) != (n, x):
-        raise ValueError(f"{start}counts are {int(counts.sum())} slots, and it has {n}")
+        raise ValueError(f"{start}counts sum to {int(counts.sum())} slots, but it has {n}")
     row = torch.arange(B * H).repeat_interleave(counts)
     batch = row // H
     order = row * 2 * T + ~prompt.protected[batch, position] * T + position
@@ -313,14 +313,14 @@ def _layer(
     valid = prompt.valid[batch, position].all() & (order[1:] > order[:-1]).all()
     valid &= (n_required == torch.tensor(prompt.floors).repeat_interleave(H)).all()
     if not bool(valid):
-        raise ValueError(f"{start}positions are not those of tokens that are kept, in their order")
+        raise ValueError(f"{start}positions are not kept tokens in stored order")
     if grouped:
         _check_groups(start, stored, row, prompt)
     return stored
 
 
 def _check_groups(start: str, stored: dict[str, Tensor], row: Tensor, prompt: TokenMasks) -> None:
-    """Check that groups are led by tokens that are kept, and that only groups have weights."""
+    """Check that kept tokens lead the groups, and that only groups have weights."""
     position, planes = stored["positions"].long(), stored["group_index"]
     T, w = prompt.valid.shape[1], planes.shape[2]
     if not 1 < w < T.bit_length() + 3:
@@ -333,10 +333,10 @@ def _check_groups(start: str, stored: dict[str, Tensor], row: Tensor, prompt: To
     valid = is_lead.gather(-1, lead) & prompt.valid.repeat_interleave(R // len(prompt.valid), dim=0)
     same = GroupIndex.of(leaders).planes
     if not (same.equal(planes) and bool((valid | (group < 0)).all())):
-        raise ValueError(f"{start}group_index names groups that are not there")
+        raise ValueError(f"{start}group_index names groups without a stored pair")
     sizes = torch.zeros(R, T, dtype=torch.int64).scatter_add_(-1, lead, (group >= 0).long())
     if bool((stored["bias"][sizes[row, position] < 2] != 0).any()):
-        raise ValueError(f"{start}bias weighs tokens that are in no group")
+        raise ValueError(f"{start}bias is not 0 for tokens in no group")
 
 
 def _pop(tensors: dict[str, Tensor], start: str, specs: dict[str, _Spec]) -> dict[str, Tensor]:
@@ -344,7 +344,7 @@ def _pop(tensors: dict[str, Tensor], start: str, specs: dict[str, _Spec]) -> dic
     names = [name for name in tensors if name.startswith(start)]
     popped = {name.removeprefix(start): tensors.pop(name) for name in names}
     if different := specs.keys() ^ popped.keys():
-        raise ValueError(f"it has, or lacks, {start}{', '.join(sorted(different))[:60]}")
+        raise ValueError(f"missing or unexpected: {start}{', '.join(sorted(different))[:60]}")
     for name, spec in specs.items():
         x = popped[name]
         fits = len(x.shape) == len(spec.shape) and all(
@@ -359,8 +359,7 @@ def _pop(tensors: dict[str, Tensor], start: str, specs: dict[str, _Spec]) -> dic
             )
         if not bool((x.isfinite() & (x >= spec.low) & (x <= spec.high)).all()):
             raise ValueError(
-                f"{start}{name} holds numbers that are not finite or not in [{spec.low}, "
-                f"{spec.high}]"
+                f"{start}{name} has numbers that are not finite or not in [{spec.low}, {spec.high}]"
             )
     return popped
 
@@ -371,7 +370,7 @@ def _sliding_layers(cache: CompressedCache) -> dict[int, DynamicSlidingWindowLay
 
 
 def _plan(plan: CacheConfig) -> dict[str, Any]:
-    """Return policy, options, budget and dtype as JSON has them."""
+    """Return policy, options, budget and dtype as plain JSON values."""
     fields = {"policy": plan.policy.name, **plan.policy.flat()}
     fields |= {"budget": plan.budget, "kv_dtype": plan.kv_dtype}
     fields |= {} if plan.memory is None else {"memory": float(plan.memory.memory)}

@@ -1,8 +1,8 @@
 """Texts and chat messages as inputs of a context, which is read before its question is known.
 
-The last message that is read is the user's, and stays open: a later text continues it. So the chat
-template writes earlier and later messages as one text, which is cut, and each part is tokenized
-alone.
+The last message of a context is the user's, and a later text continues it. So the chat template is
+applied to earlier and new messages together, its text is cut at marks, and only the new part is
+tokenized.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 # Marks at which a template's text is cut: after earlier messages, and before later ones.
 _START, _END = "<|mmkv start|>", "<|mmkv end|>"
-_BETWEEN = "\n\n"  # two texts of a message
+_BETWEEN = "\n\n"  # between two texts of one message
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Opened:
     """State of a context's chat, which later texts and messages continue."""
 
     roles: tuple[str, ...] = ()  # of the messages, the last one the user's; () if no chat
-    pictures: tuple[int, ...] = ()  # number of each message, as templates may count them
+    pictures: tuple[int, ...] = ()  # in each message: templates may count them
     lead: str = ""  # white space before the next text, tokenized together with it
 
 
@@ -51,7 +51,7 @@ def encode(
     if isinstance(inputs, list | tuple):
         texts = list(inputs)
     if "" in texts:
-        raise ValueError("an empty text: say what is asked, or read")
+        raise ValueError("an empty text: give the question, or the text to read")
     chat = bool(texts) and all(isinstance(x, Mapping) for x in texts)
     if not (chat or (texts and all(isinstance(x, str) for x in texts))):
         raise ValueError(
@@ -61,8 +61,8 @@ def encode(
     if not callable(processor):
         name = "none" if processor is None else f"a {type(processor).__name__}"
         raise ValueError(
-            f"a text needs the model's processor or tokenizer, and there is {name}: pass it as "
-            "processor=, to mmkv.read or mmkv.load_context for all that follows"
+            f"a text needs the model's processor or tokenizer, got {name}: pass processor= here, "
+            "or to mmkv.read or mmkv.load_context for all later calls"
         )
     encoder: Any = processor
     if chat:
@@ -78,9 +78,11 @@ def _chat(
 ) -> tuple[Mapping[str, Any], Opened]:
     """Encode chat messages; see `encode`."""
     if processor.chat_template is None:
-        raise ValueError("chat messages, and the processor has no chat template: give a text")
+        raise ValueError("the processor has no template for chat messages: give a text")
     if earlier is not None and not earlier.roles:
-        raise ValueError("chat messages behind a context that was read from ids: give a text")
+        raise ValueError(
+            "chat messages cannot continue a context of ids or plain text: give a text"
+        )
     text, pictures, opened = _rendered(processor, earlier, messages, ends=ends)
     if earlier is not None:
         text = text.partition(_START)[2]
@@ -101,9 +103,9 @@ def _chat(
 def _rendered(
     processor: Any, earlier: Opened | None, new: Sequence[Mapping[str, Any]], *, ends: bool
 ) -> tuple[str, list[Any], Opened]:
-    """Return the template's text of new messages after earlier ones, whose content is not known.
+    """Return the template's text with marks, the new pictures, and the state of the whole chat.
 
-    The text contains the marks; the new pictures and the state of the whole chat come with it.
+    Earlier messages are rendered without their content, which is not stored.
     """
     roles = zip(earlier.roles, earlier.pictures, strict=True) if earlier else ()
     turns: list[tuple[str, list[Any]]] = [(role, [{"type": "image"}] * n) for role, n in roles]
@@ -141,7 +143,7 @@ def _rendered(
         raise ValueError(f"the chat template refuses the messages: {error}") from None
     for mark in (*([_START] if earlier else []), *([] if ends else [_END])):
         if mark not in text:
-            raise ValueError("the chat template leaves out a text: give tokens in its place")
+            raise ValueError("the chat template leaves out a text: give ids instead")
     return text, pictures, Opened(tuple(role for role, _ in turns), tuple(counts))
 
 
@@ -156,7 +158,7 @@ def _content(processor: Any, parts: list[Any]) -> Any:
     if hasattr(processor, "image_processor"):
         return joined
     if any(part["type"] == "image" for part in joined):
-        raise ValueError("a picture, and the tokenizer reads text only: leave it out")
+        raise ValueError("the tokenizer reads text only: leave the picture out")
     return "".join(part["text"] for part in joined)
 
 
@@ -164,7 +166,7 @@ def _tokens(
     processor: Any, text: str, pictures: Sequence[Any] = (), *, begins: bool = True
 ) -> Mapping[str, Any]:
     bos = getattr(processor, "tokenizer", processor).bos_token
-    special = begins and (bos is None or not text.startswith(bos))  # a template has written its own
+    special = begins and (bos is None or not text.startswith(bos))  # a template writes its own
     options: dict[str, Any] = {"add_special_tokens": special, "return_tensors": "pt"}
     if pictures:
         options["images"] = list(pictures)

@@ -3,8 +3,9 @@
     context = mmkv.read(model, document, processor=tokenizer)
     text = context.answer("What is it about?")
 
-`read` evicts without knowing a question. A question evicts nothing more: its tokens, and those of
-the reply as the policy decodes them, follow the kept ones, and the context is not changed.
+`read` evicts before any question is known. A question neither evicts tokens of the context nor
+changes it: a copy of the cache stores the question's tokens after the kept ones, and those of the
+reply as the policy decodes.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Context:
         inputs: the tokens read and the other inputs per token, [B, T], and grids of pictures.
         processor: encodes texts and messages; None where only encoded inputs are used.
         opened: state of the chat, which later texts and messages continue.
-        weights: hash of the weights and active adapters that read it, see `mmkv.digest`; None if
-            they cannot be hashed (offloaded), so are not compared.
+        weights: hash of the weights and active adapters that read it, see `mmkv.digest`; None for
+            offloaded weights, which cannot be hashed or compared.
     """
 
     model: Any
@@ -82,7 +83,7 @@ class Context:
         """
         processor = self.processor if processor is None else processor
         if not hasattr(processor, "decode"):
-            raise ValueError("to answer in text takes the model's processor: pass processor=")
+            raise ValueError("a reply in text needs a processor: pass processor=, or use ask")
         if not {"max_new_tokens", "max_length", "generation_config"} & options.keys():
             options["max_new_tokens"] = _MAX_NEW_TOKENS
         out = self.ask(question, processor=processor, **options)
@@ -95,10 +96,10 @@ class Context:
         """Return the model's reply to a question about the context, which is not changed.
 
         Args:
-            inputs: the question, a text, several, or chat messages; or the output of the processor
-                or tokenizer for the question alone (without special tokens that begin a text),
-                [Q, q], padded on the left, with pictures where it has any; or these ids alone. A
-                context of one row answers Q questions at once.
+            inputs: the question as a text, a list of texts or chat messages; or what the processor
+                or tokenizer returns for the question alone, [Q, q], padded on the left, without
+                special tokens at its start; or ids alone. A context of one row answers Q questions
+                at once.
             processor: encodes texts and messages; None for the one that the context was read with.
             options: of `model.generate`.
 
@@ -107,8 +108,8 @@ class Context:
             `generate`, whose `sequences` are the new tokens.
 
         Raises:
-            ValueError: the context has several rows and there is another number of questions; the
-                model was wrapped again since; or a text or messages without a processor.
+            ValueError: the context has several rows and the number of questions differs; the model
+                was wrapped again since; or a text or messages without a processor.
         """
         arguments = self.behind(self._encoded(inputs, processor, ends=True)[0])
         start = arguments["input_ids"].shape[1]
@@ -123,7 +124,7 @@ class Context:
         return out
 
     def behind(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `generate` for a question, of which the cache evicts nothing."""
+        """Return the arguments of `generate` for a question, with a copy of the cache."""
         self._check_weights()
         cache = copy.deepcopy(self.cache)
         cache.context_length = cache.get_seq_length()
@@ -158,7 +159,7 @@ class Context:
         if self.weights not in (None, now):
             raise ValueError(
                 "this context was read with other weights or adapters than the model has now: "
-                "make those active again, or read it again"
+                "activate those again, or read the prompt again"
             )
 
     def _encoded(
@@ -178,17 +179,16 @@ class Context:
         earlier, n_new = self.inputs, len(new_inputs["input_ids"])
         rows = len(earlier["input_ids"])
         if new_inputs["input_ids"].shape[1] == 0:
-            raise ValueError("there are no tokens behind the context: give at least one")
+            raise ValueError("no tokens to add to the context: give at least one")
         if rows != n_new and (rows != 1 or cache is self.cache):
             raise ValueError(
-                f"{n_new} rows behind a context of {rows}: give one row for each of the context's"
+                f"{n_new} rows for a context of {rows}: give one row for each row of the context"
                 + ("" if cache is self.cache else ", or read one row and ask many questions")
             )
         grids = [name for name in new_inputs if name in GRIDS]
         if grids and n_new > 1:
             raise ValueError(
-                f"{grids[0]} for {n_new} rows behind a context of {rows}: with pictures in the "
-                "question, ask one row at a time"
+                f"{grids[0]} for {n_new} rows: with pictures in the question, ask one row at a time"
             )
         if n_new != rows:
             cache.batch_repeat_interleave(n_new)
@@ -217,7 +217,7 @@ class Context:
             raise ValueError(f"expected the path of a file, not a {type(path).__name__}")
         self._check_weights()
         if self.weights is None:
-            raise ValueError("a context of a model with offloaded weights cannot be saved: ask it")
+            raise ValueError("a context of offloaded weights cannot be saved: load the model whole")
         opened = asdict(self.opened)
         context_files.save(path, self.model, self.weights, self.cache, self.inputs, opened)
 
@@ -230,8 +230,8 @@ def read(
     Args:
         model: a wrapped model.
         inputs: what its processor returns for the prompt: input_ids [B, N], attention_mask, and
-            pixel values and the other inputs of pictures; or ids alone, [N] or [B, N]; or a text,
-            several, or chat messages, of which later texts continue the last one, the user's.
+            pixel values and the other inputs of pictures; or ids alone, [N] or [B, N]; or a text, a
+            list of texts, or chat messages. Later texts continue the last message, the user's.
         processor: the model's processor or tokenizer, for texts and messages, here and whenever
             a question is asked; where it has a chat template, a text is a user's message.
         prefill_chunk_size: how many tokens to read at a time; None: all at once.
@@ -299,7 +299,7 @@ def _features(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
         if pixels in inputs:
             if not hasattr(model, "_supports_mm_encoder_outputs"):
-                raise ValueError(f"{pixels} behind a context need transformers 5.18 or newer")
+                raise ValueError(f"{pixels} after a context need transformers 5.18 or newer")
             encode = getattr(model, f"get_{kind}_features")
             grid = inputs[f"{kind}_grid_thw"]
             features[kind] = encode(inputs.pop(pixels), grid, return_dict=True)
@@ -325,8 +325,7 @@ def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
         raise ValueError(f"ids from {lowest} to {highest}: expected 0 to {n_ids - 1}")
     if "position_ids" in tensors:
         raise ValueError(
-            "position_ids: those of a context and of what comes behind it are the model's own, "
-            "leave them out"
+            "position_ids: a context uses the model's own positions: leave position_ids out"
         )
     tensors.setdefault("attention_mask", torch.ones_like(tensors["input_ids"]))
     return tensors

@@ -1,4 +1,4 @@
-"""Hashes that tell models apart, with their active adapters, and hashes of tensors and files."""
+"""Hashes of a model's weights and active adapters, of tensors and of files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Numbers hashed with one multiplier each, and the number of rows of these that are hashed at once.
+# Numbers of a row, each with its own multiplier, and rows hashed at once.
 _WIDTH, _ROWS = 2**16, 128
-# Numbers of a tensor that are compared to see whether it was written to unseen.
+# How many numbers of a tensor are compared, to notice writes that torch does not count.
 _SAMPLE = 256
 # The hash of each tensor of a model, by its state when it was hashed.
 _hashes: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
@@ -25,8 +25,8 @@ _hashes: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
 def of_model(model: Any, config: Any) -> str:
     """Return a hash of all bytes of a model's tensors, active adapters included.
 
-    It is the same on every device. A tensor is hashed again if it was replaced or written to: by
-    torch's version counter and, as `tensor.data` evades that (PEFT's merging), a sample of it.
+    It is the same on every device. A tensor is hashed again if it was replaced or written to, by
+    torch's version counter and by a sample: the counter misses writes to `tensor.data` (PEFT).
     `config` is the text decoder's. Tensors on the meta device raise a `NotImplementedError`.
     """
     options = [getattr(config, "rope_parameters", None), adapters(model)]
@@ -70,7 +70,7 @@ def _state(x: Tensor) -> Any:
 
 
 def _words(x: Tensor) -> Tensor:
-    """Return the bytes of a tensor as int64, zeros behind the last."""
+    """Return the bytes of a tensor as int64, padded with zeros."""
     data = x.contiguous().flatten().view(torch.uint8)
     if len(data) % 8 or data.storage_offset() % 8:
         data = nn.functional.pad(data, (0, -len(data) % 8 or 8))

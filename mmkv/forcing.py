@@ -110,11 +110,11 @@ def score_answers(
     read: Read | None = None,
     hidden: bool = False,
 ) -> Scored:
-    """Teacher-force one answer per row behind the prompts.
+    """Return the scores of one teacher-forced answer per row.
 
     As PrefixKV measures perplexity (arXiv 2412.03409, section 4): prefill, evict, then feed the
     answer token by token, with eviction in decode steps. The first token is predicted by the
-    prompt's last one. Rows whose answer has ended are fed on with padding, which does not count.
+    prompt's last one. Rows whose answer has ended are fed padding, which does not count.
 
     Args:
         model, inputs, read: as for `forced`.
@@ -207,8 +207,8 @@ def ends_of(model: Any) -> set[int]:
 
 
 def changes_logits(model: Any) -> bool:
-    """Return whether `generate` changes logits, as the model's generation config says, before it
-    takes the largest: a greedy reply is then not that of the largest logits."""
+    """Return whether the generation config makes `generate` change logits, such as by a penalty: a
+    greedy reply then does not follow the model's largest logits."""
     found: Any = []
 
     def stop(model: Any, input_ids: Tensor, logits_processor: Any, **kwargs: Any) -> Tensor:

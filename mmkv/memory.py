@@ -1,4 +1,4 @@
-"""A budget in bytes: how many tokens of which type a share of the full cache's bytes holds."""
+"""A budget in bytes: how many tokens fit in a share of the full cache, and in which type."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Memory(float):
         """Return the share that a number or a text gives: 1/16, "6%", "16x", "1/16" or "0.06".
 
         Raises:
-            ValueError: it is none, or out of range.
+            ValueError: it is no number, or out of range.
         """
         share = math.nan
         try:
@@ -61,14 +61,14 @@ def _parsed(text: str) -> float:
     return float(above) / float(below or 1)
 
 
-# What `mmkv.wrap(model)` takes where nothing says how much to keep: a third of the tokens in 4 bits
-# of a 16-bit model.
+# The memory of `mmkv.wrap(model)` without a size: of a 16-bit model, a third of the tokens in 4
+# bits.
 DEFAULT = Memory(1 / 8)
 
 
 @dataclass(frozen=True)
 class Allotment:
-    """What a share of the full cache's bytes holds of each key-value head.
+    """How a share of the full cache's bytes is used in each key-value head.
 
     Attributes:
         memory: the share.
@@ -76,7 +76,7 @@ class Allotment:
         full: bytes of a pair in the model's type.
         slot: bytes of a slot: a pair, and the weight of a group.
         run: tokens of a run inside which groups are made; 0: no groups are stored.
-        once: bytes of what each head has once: its mean key and exact first tokens.
+        once: bytes that a head needs once: for its mean key and exact first tokens.
         whole: whether all tokens fit.
         empty: empty slots for each kept pair.
     """
@@ -111,10 +111,10 @@ def allot(
     run: int = 0,
     keeps_all: bool = False,
 ) -> Allotment:
-    """Return how many tokens of which type a share of the full cache's bytes holds.
+    """Return how many tokens, and in which type, fit in a share of the full cache's bytes.
 
-    If it is all of them, the model's own type; from `EIGHT_BITS_FROM` of the bytes in 16 bits on, 8
-    bits; else 4 bits. If all tokens fit in that type, all are kept.
+    The type is the model's own for a share of 1, 8 bits from `EIGHT_BITS_FROM` of the bytes in 16
+    bits on, else 4 bits. If all tokens fit in that type, all are kept.
 
     Args:
         memory: the share.

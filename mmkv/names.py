@@ -1,7 +1,7 @@
-"""Names of policies and options, known without torch, so that a wrong one is refused at once.
+"""Names of policies and options, read without torch, so that a wrong one is refused at once.
 
-Plugin files and installed packages may add some: where there are any, only `mmkv.registry`, which
-imports them all, can tell, and nothing is refused here.
+Plugin files and installed packages can add names. If there are any, nothing is refused here: only
+`mmkv.registry`, which imports them, knows all names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 GROUPS = ("mmkv.policies", "mmkv.parts")
 # The types of kept pairs beside the model's own.
 KV_DTYPES = ("int8", "int4")
-# Options of an evaluation's policies beside their own (`mmkv.eval.variants`).
+# Options of an evaluation's policies, added to their own (`mmkv.eval.variants`).
 OF_VARIANTS = ("profile", "kv_dtype", "evict_chunks", "question")
 # What other libraries call the share that is dropped; `get_policy` says what to give instead.
 DROPPED = "compression_ratio"
@@ -41,13 +41,13 @@ def key(name: str) -> str:
 
 
 def check_policy(name: str) -> None:
-    """Raise ValueError for a name that no policy has."""
+    """Raise ValueError if no policy has this name."""
     if _all_built_in() and key(name) not in map(key, policies()):
         raise ValueError(unknown("policy", name, sorted(policies())))
 
 
 def check_pair(pair: str, *more: str) -> None:
-    """Raise ValueError for a text that is not "name=value" of an option of policies, or `more`."""
+    """Raise ValueError unless a text is "name=value" of a policy's option or one of `more`."""
     name, _ = split_pair(pair)
     if _all_built_in() and name not in (known := {*options(), *more, DROPPED}):
         raise ValueError(unknown("option", name, sorted(known - {DROPPED})))
@@ -63,7 +63,7 @@ def split_pair(pair: str) -> tuple[str, str]:
 
 
 def check_variant(text: str) -> None:
-    """Raise ValueError for "policy:option=value:..." of no policy, or with an unknown option."""
+    """Raise ValueError for "policy:option=value:..." with an unknown policy or option."""
     name, *pairs = text.strip().split(":")
     check_policy(name)
     for pair in pairs:
@@ -71,7 +71,7 @@ def check_variant(text: str) -> None:
 
 
 def check_plugin(path: Path) -> None:
-    """Raise ValueError for what is no Python file."""
+    """Raise ValueError unless the path is a Python file."""
     if path.suffix != ".py" or not path.is_file():
         raise ValueError(f"plugin {str(path)!r}: expected a Python file")
 

@@ -67,7 +67,7 @@ def size_of(
     """Return the size that --budget or --memory gives, in tokens or in bytes; None without either.
 
     Raises:
-        ValueError: --memory is given beside what it decides.
+        ValueError: --memory is given together with --budget or --kv-dtype.
     """
     check_alone(memory, budget=budget, kv_dtype=kv_dtype)
     if memory is not None:
@@ -76,7 +76,7 @@ def size_of(
 
 
 def check_alone(memory: str | None, **others: str | None) -> None:
-    """Refuse --memory beside others that are given."""
+    """Refuse --memory together with any of the others."""
     for name, value in others.items():
         if memory is not None and value is not None:
             raise ValueError(

@@ -119,8 +119,8 @@ def save(
     figure.subplots_adjust(**edges, wspace=0.06, hspace=0.15)
     figure.text(left, 1 - 0.15 / height, title, va="top", fontsize=12, color=_INK)
     legend = (
-        "Brightness is the share of heads that hold a patch, in a group of m patches 1/m of it; "
-        "counts are means over heads."
+        "Brightness: the share of heads that keep a patch; a patch in a group of m counts 1/m. "
+        "Numbers: means over heads."
     )
     figure.text(left, 1 - 0.42 / height, legend, va="top", fontsize=8.5, color=_QUIET)
 

@@ -21,8 +21,8 @@ class LayerReport:
     compressed: bool  # False for a layer with a sliding window or linear attention
     kept: list[list[int]]  # pairs of each head of each row, groups included; [] if not compressed
     nbytes: int  # of its storages
-    # Share of the competing prompt tokens' importance that was kept, groups not counted, mean over
-    # rows; None where the policy has no attention score.
+    # Share of the competing prompt tokens' scores that lies on kept tokens, without groups, as mean
+    # over rows; None if the policy has no attention score.
     retained: float | None
     # Error of 8 or 4 bits, |x - dequantised x| / |x| over the kept pairs of the last prompt, mean
     # over rows; None where nothing is quantised.
@@ -43,7 +43,7 @@ class CacheReport:
 
     Attributes:
         policy: its name.
-        budget: the budget that was given to `wrap`, or that follows from its memory.
+        budget: the budget given to `wrap`, or the one that its memory allows.
         size: the budget or the memory in words.
         seen: tokens seen by each row, [B].
         generated: how many of them came after the last prompt.
@@ -56,7 +56,7 @@ class CacheReport:
         retained: mean over layers of the retained importance; None where unknown.
         kv_dtype: type in which kept pairs are stored; None for the model's type.
         key_error, value_error: means over the compressed layers; None where nothing is quantised.
-        notes: remarks in words, such as on rows of which nothing was evicted.
+        notes: remarks in words, such as on rows that are kept whole.
     """
 
     policy: str
@@ -147,7 +147,7 @@ class CacheReport:
         for x in self.layers:
             counts = [n for row in x.kept for n in row]
             rows[str(x.layer)] = {
-                "kept per head": f"{x.mean_kept:.1f}" if x.compressed else "left alone",
+                "kept per head": f"{x.mean_kept:.1f}" if x.compressed else "not compressed",
                 "groups": "" if x.groups is None else f"{x.groups:.1f}",
                 "min-max": f"{min(counts)}-{max(counts)}" if counts else "",
                 "KiB": f"{x.nbytes / 1024:.1f}",
@@ -176,12 +176,12 @@ class CacheReport:
         prompt = self.prompt_fraction * (seen - rows * self.generated)
         n_generated = f"{(self.kept_fraction * seen - prompt) / rows:.1f}".removesuffix(".0")
         fraction = "" if n_generated == str(self.generated) else f"{n_generated} of "
-        return f"{kept}, {fraction}{self.generated} generated tokens beside it"
+        return f"{kept}, and {fraction}{self.generated} generated tokens"
 
 
 _LEGEND = (
-    "kept per head: the mean of heads, groups and generated tokens among them; min-max: of single "
-    "heads; retained: the share of the importance that is kept"
+    "kept per head: mean over heads, groups and generated tokens included; min-max: of single "
+    "heads; retained: the share of scores that lies on kept tokens"
 )
 
 
@@ -206,14 +206,13 @@ def _notes(cache: CompressedCache) -> list[str]:
             n_whole += 1
             why = f"window {policy.window_size}, " if policy.window_size else ""
             why += f"least={policy.least}, " if raised else ""
-            notes.append(f"row {row} lost nothing: {length} prompt tokens, {why}{setting}")
+            notes.append(f"row {row}: all {length} prompt tokens are kept ({why}{setting})")
         elif raised:
             kept = f"least={policy.least} keeps {policy.least} of {length} tokens"
-            notes.append(f"row {row}: {kept}, more than {setting}")
+            notes.append(f"row {row}: {kept}, more than {setting}; least=0 switches this off")
     if policy.merge is not None and policy.merge.weighted and n_whole < len(cache.lengths):
         notes.append(
-            "tokens that are not kept as they are stand in weighted groups, which retained "
-            "importance leaves out"
+            "tokens not kept exactly are merged into groups; 'retained' does not count those"
         )
     competed = int((prompt.valid & ~prompt.is_prompt).sum())
     if competed and policy.decode.every:

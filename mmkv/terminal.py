@@ -44,7 +44,7 @@ def console() -> Console:
 
 
 def of_bytes(held: int, full: int) -> str:
-    """Return the bytes that a cache holds of those of the full one: "1.3 of 10.0 MiB (13%)"."""
+    """Return a cache's bytes and the full cache's as text: "1.3 of 10.0 MiB (13%)"."""
     power = min(3, max(1, (max(full, 1).bit_length() - 1) // 10))
     unit, factor = " KMG"[power], 1024**power
     share = held / max(full, 1)
@@ -127,7 +127,7 @@ def check_place(folder: Path) -> None:
     if not existing.is_dir():
         raise ValueError(f"--out {folder}: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {folder}: nothing can be written in {existing.absolute()}")
+        raise ValueError(f"--out {folder}: {existing.absolute()} is not writable")
 
 
 def show_errors(command: Callable[P, T]) -> Callable[P, T]:

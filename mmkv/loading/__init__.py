@@ -14,14 +14,14 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_RECORD = "mmkv-conversion.json"  # written last: the files beside it are complete
-_FORMAT = 1  # of a conversion; those of other formats are made again
-_WHOLE = 2**24  # bytes of a file up to which all of it is checked
-_BLOCKS, _BLOCK = 256, 4096  # checked in a larger file: number, and bytes of each
+_RECORD = "mmkv-conversion.json"  # written last: with it the folder is complete
+_FORMAT = 1  # of a conversion; others are converted again
+_WHOLE = 2**24  # bytes of the largest file that is hashed whole
+_BLOCKS, _BLOCK = 256, 4096  # of a larger file: number of blocks, bytes of each
 
 
 def cache_folder() -> Path:
-    """Return the folder of results that take long to make; it may not exist or be writable.
+    """Return the folder for conversions and probes; it may not exist or be writable.
 
     It is `$MMKV_CACHE`, else `mmkv` in `$XDG_CACHE_HOME`, else `~/.cache/mmkv`.
     """
@@ -32,7 +32,7 @@ def cache_folder() -> Path:
     try:
         return Path.home() / ".cache" / "mmkv"
     except RuntimeError:
-        # Without a home nothing is cached: anybody could write to a folder that users share.
+        # Without a home nothing is cached: anybody could change files in a shared folder.
         return Path(os.devnull) / "mmkv"
 
 
@@ -58,10 +58,10 @@ def quiet(*, bars: bool = False) -> Generator[None]:
 
 
 def make_once(folder: Path, make: Callable[[Path], None], name: str) -> Path | None:
-    """Return the folder that `make` fills, made if it is missing or damaged; None if not writable.
+    """Return the folder, filled by `make` if it is missing or damaged; None if not writable.
 
-    Of several processes one makes it, and the others wait. The folder's name is a digest of the
-    source that it is made from; `name` is the model's, for messages.
+    One process fills it while others wait. The folder's name is a digest of its source; `name` is
+    the model's, for messages.
     """
     from filelock import FileLock
     from safetensors import SafetensorError
@@ -75,7 +75,7 @@ def make_once(folder: Path, make: Callable[[Path], None], name: str) -> Path | N
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{folder.name}.lock"):
             if not is_sound(folder):
-                # These are damaged, or were left by a process that was killed.
+                # Damaged, or left by a process that was killed.
                 for leftover in filter(Path.exists, (folder, partial)):
                     shutil.rmtree(leftover)
                 partial.mkdir()
@@ -88,8 +88,8 @@ def make_once(folder: Path, make: Callable[[Path], None], name: str) -> Path | N
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)
     except (OSError, SafetensorError, NotImplementedError) as error:  # the last: no file locks
-        notice = f"{name} is read anew each time, as {root} cannot be written ({error})"
-        logger.warning("%s: MMKV_CACHE names another folder", notice)
+        notice = f"{name} is read again each time, because {root} cannot be written ({error})"
+        logger.warning("%s: set MMKV_CACHE to another folder", notice)
         return None
     return folder
 

@@ -53,8 +53,8 @@ CHAT_TEMPLATE = (
 # configuration.
 _KNOWN_TOWERS = {"clip-vit-large-patch14-336": 336, "clip-vit-large-patch14": 224}
 _DECODERS = {"llava": "LlamaConfig", "llava_llama": "LlamaConfig", "llava_mistral": "MistralConfig"}
-# New beginnings of names: those of transformers' converted checkpoints, which all its versions
-# read.
+# Prefixes of weights' names and what replaces them: the names of transformers' converted
+# checkpoints, which all its versions read.
 _RENAMED = {
     "model.mm_projector.0.": "multi_modal_projector.linear_1.",
     "model.mm_projector.2.": "multi_modal_projector.linear_2.",
@@ -82,8 +82,8 @@ def load(
         The model in eval mode on the CPU, and its processor.
 
     Raises:
-        ValueError: the folder is no such checkpoint, has a part that transformers' LLaVA does not
-            have, or its weights are missing or not in safetensors.
+        ValueError: the folder holds no such checkpoint, has a part that transformers' LLaVA
+            lacks, or its weights are missing or not in safetensors.
     """
     folder = Path(path)
     fields = _read_json(folder / "config.json")
@@ -175,7 +175,7 @@ def _check_supported(folder: Path, fields: dict[str, Any]) -> None:
     if kind not in _DECODERS:
         why = f"model_type={kind!r}: expected one of {', '.join(_DECODERS)}"
     elif projector != "mlp2x_gelu":
-        why = f"mm_projector_type={projector!r}: transformers' LLaVA has 'mlp2x_gelu' alone"
+        why = f"mm_projector_type={projector!r}: transformers has 'mlp2x_gelu' only"
     elif feature not in ("patch", "cls_patch"):
         why = f"mm_vision_select_feature={feature!r}: expected 'patch' or 'cls_patch'"
     elif fields.get("mm_use_im_start_end"):
@@ -264,8 +264,8 @@ def _config(
         vision = {**clip_large.to_dict(), "image_size": _KNOWN_TOWERS[name]}
     else:
         raise ValueError(
-            f"mm_vision_tower={fields['mm_vision_tower']!r} is none of "
-            f"{', '.join(_KNOWN_TOWERS)}: give its folder, mmkv.load(path, vision_tower=folder)"
+            f"mm_vision_tower={fields['mm_vision_tower']!r}: expected one of "
+            f"{', '.join(_KNOWN_TOWERS)}, or its folder: mmkv.load(path, vision_tower=folder)"
         )
     vision = {k: v for k, v in vision.items() if k not in ("model_type", "architectures")}
     patch = fields.get("mm_vision_select_feature", "patch") == "patch"
@@ -288,13 +288,13 @@ def _check_sizes(config: LlavaConfig, state: dict[str, Tensor]) -> None:
     for part, n in ((name, x.num_hidden_layers) for name, x in layers.items()):
         indices = {m[1] for x in state if (m := re.match(rf"{part}\..*\.layers\.(\d+)\.", x))}
         if len(indices) != n:
-            raise ValueError(f"{n} layers in the {part}, and weights of {len(indices)}")
+            raise ValueError(f"{n} layers in the {part}, but weights of {len(indices)}")
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(config)
     needed = sum(x.numel() for x in model.parameters())
     available = sum(x.numel() for x in state.values())
     if needed > 1.5 * available:
-        raise ValueError(f"it needs {needed} numbers, and the weights have {available}")
+        raise ValueError(f"it needs {needed} numbers, but the weights have {available}")
 
 
 def _processor(fields: dict[str, Any], config: Any, tokenizer: Any) -> LlavaProcessor:

@@ -1,8 +1,8 @@
 """Convert GGUF files, llama.cpp's quantised weights, to safetensors in the user's cache.
 
-transformers dequantises a GGUF file at each loading, for seconds to minutes. Here it is done once:
-weights in float16, which represents 4 to 8 bits more exactly than bfloat16, and the tokenizer, in a
-folder that is named by the GGUF file's digest.
+transformers dequantises a GGUF file each time it is loaded, which takes seconds to minutes. Here it
+is converted once, to a folder named by the file's digest, which holds the tokenizer and the weights
+in float16. float16 represents 4 to 8 bits more exactly than bfloat16.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
     except Exception as error:  # the reader raises errors of every type for unknown contents
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"transformers cannot read the GGUF file {path} ({why}): if it is whole, name the "
-            "folder of the original model instead"
+            f"transformers cannot read the GGUF file {path} ({why}): download it again, or name "
+            "the folder of the original model"
         ) from error
     # Some versions of transformers give the tokenizer other special tokens than the model, and
     # let it drop blanks when it decodes.
@@ -64,13 +64,13 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
 
 
 def converted(path: Path, *, make: bool = True) -> Path | None:
-    """Return the folder with a GGUF file's model as safetensors, converted if it is not there yet.
+    """Return the folder of a GGUF file's model in safetensors; convert the file if necessary.
 
-    None if the cache folder is not writable, or `make` is False: then read the file itself.
+    None if the cache folder is not writable, or `make` is False: the caller reads the file itself.
     """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise ValueError(f"{path} is no GGUF file, by its first bytes: download it again")
+            raise ValueError(f"{path} does not begin like a GGUF file: download it again")
         file.seek(0)
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     folder = cache_folder() / "gguf" / digest

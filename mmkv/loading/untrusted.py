@@ -1,7 +1,7 @@
-"""Read untrusted pictures and JSON files, whose size is checked before they are read.
+"""Read untrusted pictures and JSON files; their size is checked before they are read.
 
-Only formats are read that Pillow decodes by itself (for others it starts programs, as Ghostscript
-for EPS), and a header may state a bounded number of pixels only.
+Pictures are read only in formats that Pillow decodes by itself: for others it starts programs, such
+as Ghostscript for EPS. The number of pixels that a header may state is bounded.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def read_picture(
     most_pixels: int = MOST_PIXELS,
     most_bytes: int = MOST_BYTES,
 ) -> T:
-    """Open a picture, and return the result of `read` for its first frame, not decoded yet.
+    """Return the result of `read` for a picture's first frame, which is open but not decoded.
 
     Args:
-        path: a file, or the content of one.
+        path: a file's path, or its content.
         read: gets the open picture; its errors are raised as a `PictureError`.
         most_pixels: bound on the pixels that a header states.
         most_bytes: bound on the size of the file.
@@ -98,7 +98,7 @@ def upright(picture: Image.Image) -> Image.Image:
 def read_json(path: str | os.PathLike[str], most_bytes: int) -> Any:
     """Return the content of a JSON file in UTF-8; errors do not name the file."""
     try:
-        with Path(path).open("rb") as file:  # the size of a device is not known
+        with Path(path).open("rb") as file:  # a device has no known size
             raw = file.read(most_bytes + 1)
         if len(raw) > most_bytes:
             raise ValueError(f"has more than {most_bytes} bytes")

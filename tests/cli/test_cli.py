@@ -264,7 +264,7 @@ class TestChat:
         (("--option", "protect=all"), "expected one of ['instruction', 'none']"),
         (("--budget", "much"), "budget 'much'"),
         (("--model", "/no/such/model"), "cannot load model '/no/such/model': no such folder"),
-        (("--model", __file__), "this is a file, and no .gguf file; name the model's folder"),
+        (("--model", __file__), "this is a file, but no .gguf file: name the model's folder"),
         (("--model", "."), "this folder holds no config.json"),
         (("--model", "somebody/nothing"), "it is no folder here, and "),
         (("--device", "abacus"), "device 'abacus'"),

@@ -176,7 +176,7 @@ def test_the_headline_is_what_is_held_of_the_prompt(model, policy, options):
     mean = f"{of_reply / (3 * 2 * 2):.1f}".removesuffix(".0")
     beside = f"{report.generated}" if "condense" in policy else f"{mean} of {report.generated}"
     assert report.headline == (
-        f"{of_prompt / pairs:.1%} of the prompt kept, {beside} generated tokens beside it"
+        f"{of_prompt / pairs:.1%} of the prompt kept, and {beside} generated tokens"
     )
     rounds = "generated tokens count as prompt once they have competed"
     assert (rounds in report.notes) == ("decode" in options)

@@ -181,9 +181,9 @@ def test_ids_and_plain_texts_go_on_as_they_are():
         context = mmkv.read(model, "One two", processor=plain)
         context.append(" three")
         assert torch.equal(context.ask(" four five", **FEW), wanted)
-        with pytest.raises(ValueError, match="has no chat template: give a text"):
+        with pytest.raises(ValueError, match="has no template for chat messages: give a text"):
             context.ask([user("four")])
-        with pytest.raises(ValueError, match="read from ids: give a text"):
+        with pytest.raises(ValueError, match="of ids or plain text: give a text"):
             mmkv.read(model, words).ask([user("four")], processor=tokenizer)
 
 
@@ -246,9 +246,9 @@ def test_who_turns_texts_into_tokens_is_asked_for(tmp_path):
         context = mmkv.read(model, torch.tensor([5, 6, 7]))
         for processor, name in ((None, "none"), ("gpt2", "a str")):
             for use in (context.ask, context.append, functools.partial(mmkv.read, model)):
-                with pytest.raises(ValueError, match=f"there is {name}: pass it as processor="):
+                with pytest.raises(ValueError, match=f"got {name}: pass processor="):
                     use("x", processor=processor)
-        with pytest.raises(ValueError, match=r"to answer in text .* pass processor="):
+        with pytest.raises(ValueError, match=r"a reply in text .* pass processor="):
             context.answer("x")
         with pytest.raises(ValueError, match="path of a file, not a NoneType"):
             context.save(None)

@@ -144,7 +144,7 @@ def test_frames_are_read_on_as_if_all_had_been_given(name):
             encoded = context.behind(frames[2])["mm_encoder_outputs"]["image"]
             assert not encoded.pooler_output[0].requires_grad
             two = {k: x.expand(2, -1) if k in TOKENWISE else x for k, x in frames[2].items()}
-            with pytest.raises(ValueError, match="image_grid_thw for 2 rows behind a context of 1"):
+            with pytest.raises(ValueError, match="image_grid_thw for 2 rows"):
                 context.ask(two, **options)
     with mmkv.wrapped(model, "condense", 25):
         context = mmkv.read(model, frames[0])
@@ -765,14 +765,14 @@ def test_what_cannot_be_asked_is_said(models):
         with pytest.raises(ValueError, match="no input_ids among"):
             mmkv.read(model, {"pixel_values": torch.zeros(1)})
         context = mmkv.read(model, inputs)
-        with pytest.raises(ValueError, match="3 rows behind a context of 2"):
+        with pytest.raises(ValueError, match="3 rows for a context of 2"):
             context.ask(question(4, rows=3), max_new_tokens=2)
-        with pytest.raises(ValueError, match="1 rows behind a context of 2"):
+        with pytest.raises(ValueError, match="1 rows for a context of 2"):
             context.append(question(4))
         for use in (context.ask, context.append):
-            with pytest.raises(ValueError, match="no tokens behind the context"):
+            with pytest.raises(ValueError, match="no tokens to add to the context"):
                 use(question(0, rows=2))
-        with pytest.raises(ValueError, match=r"position_ids: .* leave them out"):
+        with pytest.raises(ValueError, match=r"position_ids: .* leave position_ids out"):
             mmkv.read(model, {**inputs, "position_ids": torch.arange(40).expand(2, -1)})
         with pytest.raises(ValueError, match="use_cache=False behind"):
             context.ask(padded(question(4), question(5)), use_cache=False)

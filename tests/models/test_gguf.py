@@ -208,7 +208,7 @@ class TestNowhereToWrite:
         assert differs(model, original) < 1e-5
         assert tokenizer.eos_token == "</s>"
         (said,) = caplog.messages
-        assert "tiny.gguf is read anew each time" in said
+        assert "tiny.gguf is read again each time" in said
         assert "MMKV_CACHE" in said
         assert token_counter(str(path))("he he") == 3
 
@@ -234,13 +234,13 @@ class TestRefused:
         ("case", "words"),
         [
             ("architecture", ["nonesuch", "name the folder of the original model"]),
-            ("lacks", ["layers.1.mlp.up_proj", "if it is whole"]),
-            ("short", ["cannot read the GGUF file", "if it is whole"]),
+            ("lacks", ["layers.1.mlp.up_proj", "download it again"]),
+            ("short", ["cannot read the GGUF file", "download it again"]),
             ("bytes", ["is no GGUF file", "download it again"]),
             ("several", ["no config.json and 2 GGUF files", "name one, such as"]),
             ("missing", ["no such file"]),
             ("package", ["pip install 'mmkv[gguf]'"]),
-            ("file", ["this is a file, and no .gguf file; name the model's folder"]),
+            ("file", ["this is a file, but no .gguf file: name the model's folder"]),
         ],
     )
     def test_in_one_line(self, original, path, cache, monkeypatch, case, words):

@@ -234,7 +234,7 @@ def test_the_parts_are_small_and_the_whole_is_put_together_once(loaded, monkeypa
     assert models.find("smollm2-vision").path == folder
     monkeypatch.setenv("MMKV_CACHE", str(tmp_path / "file" / "x"))
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="MMKV_CACHE names another folder"):
+    with pytest.raises(ValueError, match="set MMKV_CACHE to another folder"):
         smollm2_vision.assembled(lambda: None, "x")
 
 

@@ -24,7 +24,7 @@ from mmkv.vllm.settings import Sizes
         ({"budget": 0.2, "memory": "8x"}, "give one of 'budget'"),
         ({"memory": "0x"}, "memory='0x'"),
         (0.2, "expected options"),
-        ({"budget": 2.0}, "budget=2.0: a float is the fraction kept"),
+        ({"budget": 2.0}, "budget=2.0: a share must be above 0"),
         ({"budget": 200}, "budget=200: in vLLM a budget is a share"),
         ({"budget": 0.2, "polcy": "snapkv"}, "'polcy'"),
         ({"budget": 0.2, "policy": "snapvk"}, "'snapvk'"),
@@ -67,7 +67,7 @@ def created(folder: Path, mmkv: Any, **more: Any) -> Any:
 def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path) -> None:
     given = {"budget": 0.3, "probe": str(tiny / "probe.json")}
     speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    with pytest.raises(ValueError, match="budget=0: an int is the number of tokens"):
+    with pytest.raises(ValueError, match="budget=0: must be above 0"):
         created(tiny, given | {"budget": 0})
     with pytest.raises(ValueError, match="speculative decoding: leave --speculative-config out"):
         created(tiny, given, speculative_config=speculation)
