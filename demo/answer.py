@@ -54,11 +54,11 @@ class Side:
 
 
 class Answer:
-    """One side of a turn, token by token, after the last answer of this side.
+    """One of a turn's two answers, token by token; it continues this side's last answer.
 
     Attributes:
         prompt: inputs of the whole conversation.
-        reads_again: True if all of it is read again, since the last answer's cache cannot be used.
+        reads_again: True if the last answer's cache cannot be used and all of it is read again.
         cache: the model's cache; None before the first token.
         done: True once no token will follow.
     """
@@ -202,7 +202,7 @@ def _steps(model: Any, options: dict[str, Any]) -> Generator[tuple[Tensor, Any]]
 
 @dataclass(frozen=True)
 class Word:
-    """A token of the prompt, or a run of `tokens` of a picture, whose `text` is ""."""
+    """A token of the prompt, or all `tokens` of a picture, with `text` ""."""
 
     text: str
     layers: int | None  # number of layers in which a head keeps it; None for a picture

@@ -1,8 +1,8 @@
 """Models and conversations of the image chat, without its page.
 
-Each turn is answered twice, token by token in turn: by the unwrapped model with the full cache, and
-by a wrapped copy. They share weights only. One conversation is answered at a time: the others wait
-in the page's queue. Errors of a user are `ValueError`s of one line.
+The unwrapped model with the full cache and a wrapped copy answer each question, one token at a time
+each. They share weights only. One conversation is answered at a time; others wait in the page's
+queue. A user's mistakes raise `ValueError`s of one line.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 MOST_BYTES = 20 * 2**20  # of a picture
 MOST_PIXELS = 40_000_000
 LONGEST_SIDE = 1024  # pixels, to which larger uploads are scaled
+_READ_AGAIN = "The compressed side read the whole conversation again."
 _INTERVAL = 0.1  # seconds between two states that are yielded
 
 
@@ -105,7 +106,7 @@ class Models:
     def get(self, name: str) -> chat.Loaded:
         """Load a model once; a ValueError if it is not on the list or cannot be loaded."""
         if name not in self.names:
-            raise ValueError(f"model {name!r} is not on offer here: {', '.join(self.names)}")
+            raise ValueError(f"model {name!r} is not offered here: use {', '.join(self.names)}")
         if name not in self._loaded:
             self._loaded[name] = loaded = self._load(self._paths[name])
             warm(loaded, loaded.model)
@@ -113,7 +114,7 @@ class Models:
 
 
 def warm(loaded: chat.Loaded, model: Any) -> None:
-    """Run a model once, so that the time of its first answer has no setup in it."""
+    """Run a model once, so that its setup is not part of the first answer's time."""
     images = [Image.new("RGB", (64, 64))] if loaded.places_pictures else []
     inputs = chat.encode(loaded, "?", images)
     with suppress(ValueError):  # such as a budget that is too small for so short a prompt
@@ -181,7 +182,7 @@ class Conversation:
                 warm(loaded, model)
         compressed = Answer(loaded, model, last_sides[0], question, pictures, settings)
         full = Answer(loaded, loaded.model, last_sides[1], question, pictures, settings)
-        notes = ("It read the whole conversation again.",) if compressed.reads_again else ()
+        notes = (_READ_AGAIN,) if compressed.reads_again else ()
         turn = Turn(question, pictures, settings.label, notes=notes)
         kept, yielded_at = None, 0.0
         try:

@@ -60,7 +60,7 @@ def _uri(picture: Image.Image, side: int = 96) -> str:
 
 
 def _edges(shares: Shares) -> str:
-    """Return an SVG path around kept patches, which sets objects apart from covered patches."""
+    """Return an SVG path around kept patches: dark objects look like evicted patches without it."""
     kept = np.pad(shares > 0, 1)
     across = zip(*np.nonzero(kept[:, :-1] != kept[:, 1:]), strict=True)
     down = zip(*np.nonzero(kept[:-1] != kept[1:]), strict=True)
@@ -138,7 +138,7 @@ def check_limits(question: str, settings: Settings) -> None:
     """
     if len(question) > _LONGEST_QUESTION:
         raise ValueError(
-            f"the question has {len(question)} characters: {_LONGEST_QUESTION} at most are read"
+            f"the question has {len(question)} characters: shorten it to {_LONGEST_QUESTION}"
         )
     if not 1 <= settings.max_new_tokens <= _MOST_TOKENS:
         raise ValueError(
@@ -198,7 +198,9 @@ def build(models: Models) -> gr.Blocks:
                     temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info=info)
                     info = "8 or 4 bits for each number that is kept"
                     kv_dtype = gr.Dropdown([_PLAIN, *codes.BITS], label="Held as", info=info)
-                    info = "A share of the full cache's bytes, such as 6% or 16x, in place of both"
+                    info = (
+                        "Instead of budget and type: a share of the full cache's bytes, such as 6%"
+                    )
                     memory = gr.Textbox("", label="Memory", info=info, elem_id="memory")
                     info = "Another model starts a new conversation"
                     model = gr.Dropdown(models.names, label="Model", info=info)

@@ -13,9 +13,9 @@ from mmkv.eval.samples import DataError, Request, Sample, Suite
 from mmkv.eval.suites import files
 
 LENGTH = 1024  # tokens of a prompt and its continuation
-# Ends, as shares of all: of the context before a hidden question, the prompt, and the answer.
+# Where the context before a hidden question, the prompt and the answer end, as shares of LENGTH.
 _SHARES = (0.65625, 0.75, 1)
-_MOST_LETTERS = 12  # per token: longer beginnings of texts are not read
+_MOST_LETTERS = 12  # per token; the rest of a text is not read
 SUFFIXES = (".txt", ".md", ".py")
 NOTE = "texts are novels or the user's own"
 
@@ -35,8 +35,8 @@ def load(request: Request) -> Iterator[Sample]:
 
 
 def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> list[int | None]:
-    """Return for each number of tokens the first place between two words of one line that has as
-    many before it, or None if the text has fewer."""
+    """Return where to cut a text after each of these numbers of tokens, between two words of a
+    line; None if the text is shorter."""
     places = [match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text)]
     firsts = [bisect.bisect_left(places, n, key=lambda end: count(text[:end])) for n in tokens]
     return [places[i] if i < len(places) else None for i in firsts]

@@ -41,7 +41,7 @@ def _turns(entry: files.Entry) -> tuple[str, str]:
         if speaker == "human":
             text = text.removeprefix(IMAGE_MARK).removesuffix(IMAGE_MARK).strip()
         if not text:
-            raise turn.error("value", "is empty beside the image mark")
+            raise turn.error("value", "has no text but the image mark")
         if IMAGE_MARK in text:
             raise turn.error("value", f"expected one {IMAGE_MARK}, at the start or the end")
         texts.append(text)

@@ -43,7 +43,7 @@ _LETTERS = 6  # per token, more than in prose: keeps an excerpt's start far from
 def load(request: Request) -> Iterator[Sample]:
     """Return samples of every task, or of `request.tasks`; tasks and folders take turns.
 
-    No two tasks use the same document while there are enough.
+    No two tasks use the same document if there are enough.
     """
     order, count = list(TASKS), request.count
     documents = texts_of(request.data, (request.length or LENGTH) + FOLLOWS, count)

@@ -15,7 +15,7 @@ from mmkv.loading import untrusted
 # Limits against wrong or hostile files; published ones are far below them.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_LINE_BYTES = 32 * 2**20
-# Values of `data` that name pictures that mmkv draws, and novels in the package.
+# Values of `data` in place of a path: pictures drawn by mmkv, and the package's novels.
 DRAWINGS, NOVELS = "drawings", "novels"
 _NOVELS = Path(__file__).parents[1] / "novels.txt.xz"
 
@@ -58,7 +58,7 @@ def novels() -> dict[str, str]:
 
     They are in the public domain; the texts are those of Project Gutenberg in the R package
     janeaustenr 1.0.0. Chapters of fewer than 12,000 characters are left out. The file has the
-    chapters between form feeds, each behind a line with its name.
+    chapters between form feeds, each after a line with its name.
     """
     chapters = lzma.decompress(_NOVELS.read_bytes()).decode().split("\f")
     return {name: text for name, _, text in (x.partition("\n") for x in chapters)}
@@ -70,7 +70,7 @@ def documentation() -> dict[str, str]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise DataError("this Python holds no documentation: name your own data") from None
+        raise DataError("this Python comes without its documentation: give your own data") from None
     return topics
 
 
@@ -116,7 +116,7 @@ class Entry:
         try:
             value.encode()
         except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-            raise self.error(field, f"{item}has characters that are none: {error}") from error
+            raise self.error(field, f"{item}has invalid characters: {error}") from error
         return value
 
     def image(self, field: str, folder: Path) -> Path:
@@ -182,7 +182,7 @@ def as_entry(path: Path, place: str, value: Any) -> Entry:
 
 
 def find_file(data: Path, suffix: str, *names: str) -> Path:
-    """Return `data` itself, or of a folder the first of `names`, else the only such file."""
+    """Return `data`; if it is a folder, the first of `names` in it, else its only such file."""
     if not data.is_dir():
         _require_file(data)
         return data

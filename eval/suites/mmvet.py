@@ -23,11 +23,11 @@ def load(request: Request) -> Iterator[Sample]:
     for name, entry, folder in files.read_entries(request, "mm-vet.json"):
         question = entry.text("question").replace(IMAGE_MARK, "").strip()
         if not question:
-            raise entry.error("question", "is empty beside the image mark")
+            raise entry.error("question", "has no text but the image mark")
         alternatives = entry.text("answer").replace("<AND>", " and ").split("<OR>")
         answers = tuple(" ".join(text.split()) for text in alternatives if text.strip())
         if not answers:
-            raise entry.error("answer", "is empty beside its marks")
+            raise entry.error("answer", "has no text but its marks")
         image = entry.image("imagename" if "imagename" in entry.fields else "image", folder)
         tags = entry.texts("capability") if "capability" in entry.fields else ()
         fields: Any = {"images": (image,), "answers": answers, "tags": tags}

@@ -1,8 +1,8 @@
-"""A user's own prompts, whose replies with the full cache are what others are compared along.
+"""A user's own prompts; caches are compared along the full cache's replies to them.
 
 Data is a file. Each line of a `.txt` file is a prompt, or each part between lines of three dashes.
 Each line of a `.jsonl` file is {"prompt": text} or {"messages": [{"role": ..., "content": text},
-...]}. "documentation" stands for requests about what Python includes of it (PSF licence).
+...]}. "documentation" stands for questions about the documentation in Python (PSF licence).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _conversation(entry: files.Entry) -> list[tuple[str, str]]:
             raise entry.error("messages", problem)
         turns.append((turn["role"], turn["content"]))
     if turns[-1][0] != "user":
-        raise entry.error("messages", f"the last is the {turns[-1][0]}'s, expected the user's")
+        raise entry.error("messages", f"the last one is the {turns[-1][0]}'s, expected the user's")
     return turns
 
 

@@ -61,7 +61,7 @@ def load_suite(
         raise ValueError(unknown("suite", name, sorted(SUITES)))
     suite = SUITES[name]
     if data is None and not suite.words:
-        raise ValueError(f"suite {name!r} has no data of its own: --data names {suite.wants}")
+        raise ValueError(f"suite {name!r} needs your data: give --data, {suite.wants}")
     request = Request(data=Path(suite.words[0] if data is None else data), **fields)
     if request.limit is not None and request.limit < 1:
         raise ValueError(f"limit must be at least 1, got {request.limit}")
@@ -78,11 +78,11 @@ def load_suite(
     fixed_questions = "questions" not in suite.options or (suite.drawn and not drawn)
     if request.questions < 1 or (fixed_questions and request.questions != 1):
         raise ValueError(
-            f"questions={request.questions}: expected 1 or more, of ruler or of mmvet's drawings; "
-            f"suite {name!r} of {request.data} has the questions that its data has"
+            f"questions={request.questions}: expected 1 or more for ruler and mmvet's drawings, "
+            f"and 1 for suite {name!r} with {request.data}, whose data has the questions"
         )
     if drawn and (folder := request.image_folder) is not None:
-        raise ValueError(f"image folder {folder}: drawings have no files")
+        raise ValueError(f"image folder {folder}: drawings need none, leave it out")
     size, note = (suite.size, _DRAWN_NOTE) if drawn else (None, suite.note)
 
     def completed(sample: Sample) -> Sample:

@@ -58,7 +58,7 @@ def load(request: Request) -> Iterator[Sample]:
 
 @dataclass(frozen=True)
 class _Contexts:
-    """Contexts of the tasks on passages by task, or on words of a haystack."""
+    """Makes contexts from the passages of a task, or from words of a haystack."""
 
     words: Sequence[str]
     readings: Mapping[str, list[Reading]]
@@ -104,7 +104,7 @@ class _Contexts:
         return _samples(name, number, *self.make(name, number, max_size - first), length, new)
 
     def too_short(self, name: str) -> str:
-        """Return an error's text for a length that is too short for a task, with ones that do."""
+        """Return an error's text: which lengths and tasks work in place of this length."""
         tasks = [x for x in self.request.chosen(TASKS) if x not in _READINGS or self.readings[x]]
         least = {x: max(self.tokens(x, i, 0) for i in range(EACH)) for x in tasks}
         fitting = ",".join(x for x in tasks if least[x] <= self.length)

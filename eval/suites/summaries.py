@@ -12,7 +12,7 @@ from typing import Any
 from mmkv.eval.samples import Request, Sample, Suite
 from mmkv.eval.suites import files
 
-NOTE = "prompts are worded here; papers do not agree on any"
+NOTE = "prompts are worded here: papers use different ones"
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def test_another_policy_reads_the_conversation_again(loaded, pictures):
     last(talk.ask(QUESTION, SHORT, pictures[0]))
     xkv = dataclasses.replace(SHORT, policy="xkv", budget=0.5, kv_dtype="int8")
     second = last(talk.ask(NEXT, xkv, pictures[1]))
-    assert second.notes[0] == "It read the whole conversation again."
+    assert second.notes[0] == "The compressed side read the whole conversation again."
     assert second.label == "xkv 0.5 in int8"
     prompt = talk._sides[0].prompt
     with mmkv.wrapped(loaded.model, "xkv", 0.5, kv_dtype="int8"):
@@ -172,7 +172,7 @@ def test_a_cache_that_does_not_fit_is_left(loaded, pictures):
     last(talk.ask(QUESTION, SHORT, pictures[0]))
     processor.chat_template = processor.chat_template.replace("m['role']", "m['role'] | upper")
     turn = last(talk.ask(NEXT, SHORT))
-    assert turn.notes[0] == "It read the whole conversation again."
+    assert turn.notes[0] == "The compressed side read the whole conversation again."
     prompt = talk._sides[1].prompt
     assert turn.full.text == generated(loaded, prompt["input_ids"], prompt["pixel_values"])[0]
 
@@ -421,7 +421,7 @@ def test_models_are_known_by_their_last_part_and_loaded_once(loaded, tmp_path):
     assert models.names == ["smollm2", "model (2)", "model (3)"]
     assert models.get("model (3)") is models.get("model (3)") is loaded
     assert asked == names[2:]
-    with pytest.raises(ValueError, match="'/etc' is not on offer"):
+    with pytest.raises(ValueError, match="'/etc' is not offered here"):
         models.get("/etc")
 
 

@@ -65,7 +65,7 @@ def test_pictures_may_lie_beside_the_file_or_in_a_given_folder(folder):
         ),
         (said("<image>\n"), r"conversations\[0\]: field 'value': is empty"),
         (said("a <image> b"), r"conversations\[0\]: field 'value': expected one <image>"),
-        (said("a \ud800"), r"field 'value': has characters that are none"),
+        (said("a \ud800"), r"field 'value': has invalid characters"),
     ],
 )
 def test_description_names_file_entry_and_field(folder, entry, message):

@@ -168,7 +168,7 @@ def test_several_questions_on_one_drawing():
     assert shown[0].context == shown[1].context == shown[2].context != shown[3].context
     assert len({s.prompt for s in shown[:3]}) == 3
     assert shown[0].prompt == load_suite("mmvet", limit=1)[0].prompt
-    with pytest.raises(ValueError, match="questions=2: expected 1 or more, of ruler or"):
+    with pytest.raises(ValueError, match="questions=2: expected 1 or more for ruler"):
         load_suite("needle", questions=2)
 
 

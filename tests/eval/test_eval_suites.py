@@ -192,7 +192,7 @@ def test_a_haystack_of_words_holds_the_needle_at_its_depth(tmp_path):
         ({"name": "nothing"}, "unknown suite 'nothing'.*description"),
         ({"name": "needle", "limit": 0}, "limit must be at least 1, got 0"),
         ({"name": "needle", "tasks": ["qasper"]}, "'needle' has no tasks"),
-        ({"name": "mmvet", "image_folder": Path("a")}, "image folder a: drawings have no files"),
+        ({"name": "mmvet", "image_folder": Path("a")}, "image folder a: drawings need none"),
     ],
 )
 def test_impossible_requests_are_refused(arguments, message):
