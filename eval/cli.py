@@ -141,7 +141,7 @@ def eval_command(
     if processes.is_main_process:
         report = Report(folder)
         console().print(report.main_table(), "")
-        typer.echo(f"mmkv report {folder}  for all tables and curves")
+        typer.echo(f"mmkv report {folder}  for all tables")
         if not report.measured:
             say(f"nothing could be measured: {report.errors()[0]}")
             raise typer.Exit(1)
@@ -276,10 +276,10 @@ def calibrate_command(
     policy: Annotated[
         str,
         typer.Option(
-            help="prefixkv, xkv or squeeze (layer sizes), condense or sparsemm.",
+            help="prefixkv, xkv or squeeze (layer sizes), or sparsemm (visual heads).",
             callback=checked(check_variants),
         ),
-    ] = "condense",
+    ] = "prefixkv",
     budget: Annotated[str, typer.Option(help="Fraction of the prompt kept.")] = str(DEFAULT),
     model: ModelOption = DEFAULT_MODEL,
     suite: arguments.SuiteOption = None,
@@ -293,7 +293,7 @@ def calibrate_command(
     dtype: DtypeOption = "auto",
     device_map: arguments.MapOption = None,
 ) -> None:
-    """Measure a policy's layer sizes, or what each head costs, on prompts of a suite.
+    """Measure a policy's layer sizes, or its visual heads, on prompts of a suite.
 
     Use it by `mmkv.wrap(model, profile=...)`, or in a run as the policy prefixkv:profile=PATH, in
     which {budget} stands for each budget.
@@ -320,9 +320,7 @@ def calibrate_command(
     profile = calibrate(loaded.model, inputs, variant.policy.name, fraction, **variant.options)
     profile.save(out)
     kept, what = profile.fractions, "kept by layer"
-    if profile.curves is not None:
-        kept = profile.curves.by_layer(fraction)
-    elif profile.visual is not None:
+    if profile.visual is not None:
         kept, what = [sum(layer) for layer in profile.visual], "visual scores by layer"
     shares = " ".join(f"{share:.3f}" for share in kept)
     typer.echo(f"{what}, mean of {profile.samples} prompts: {shares}")

@@ -5,9 +5,9 @@ sampling (arXiv 2412.05896, section IV-C).
 
 A profile file is JSON: `{"format": "mmkv-profile", "version": 1, "policy", "budget", "samples",
 "fractions", "model"}`, where `fractions` holds the kept fraction of each compressed layer and
-`model` the shape of the model measured. In place of "fractions" and "budget" it may have "levels"
-and "costs" (`mmkv.sizes.profiled`); "visual", how visual each head is (SparseMM); or "retrieval",
-how much each head copies (`mmkv.attach.copy_probe`). The PrefixKV authors' files, a JSON list of
+`model` the shape of the model measured. In place of "fractions" and "budget" it may have "visual",
+how visual each head is (SparseMM), or "retrieval", how much each head copies
+(`mmkv.attach.copy_probe`). The PrefixKV authors' files, a JSON list of
 the fraction removed from each layer, are read too. A model's folder may hold profiles as `FILE` and
 `VISUAL_FILE`.
 """
@@ -26,7 +26,7 @@ from typing import Any, SupportsFloat
 from mmkv import adapters
 from mmkv.budgets import number
 from mmkv.loading import untrusted
-from mmkv.sizes.profiled import FILE, Curves
+from mmkv.sizes.profiled import FILE
 
 _FORMAT, _VERSION = "mmkv-profile", 1
 _MOST_BYTES = 2**20
@@ -45,7 +45,6 @@ class Profile:
         policy: the policy it was measured with; None if unknown.
         samples: how many prompts it averages; None if unknown.
         model: the shape of the decoder it was measured on; None if unknown.
-        curves: cost curves of the heads, for layer and head sizes; None: layers have `fractions`.
         visual: [L][H], how visual each head is, for layer and head sizes, of sum 1.
         retrieval: [L][H], how much each head copies, for layer and head sizes, in [0, 1].
     """
@@ -55,13 +54,12 @@ class Profile:
     policy: str | None = None
     samples: int | None = None
     model: dict[str, Any] | None = None
-    curves: Curves | None = None
     visual: tuple[tuple[float, ...], ...] | None = None
     retrieval: tuple[tuple[float, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         """Check that it has one kind of measurement, with valid numbers."""
-        of_heads = [x for x in ("curves", "visual", "retrieval") if getattr(self, x) is not None]
+        of_heads = [x for x in ("visual", "retrieval") if getattr(self, x) is not None]
         if of_heads:
             if self.fractions or self.budget is not None or len(of_heads) > 1:
                 others = [x for x in ("fractions", "budget") if getattr(self, x)]
@@ -90,8 +88,7 @@ class Profile:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
         data: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        heads = data.pop("curves") or {}
-        heads |= {x: y for x in ("visual", "retrieval") if (y := data.pop(x)) is not None}
+        heads = {x: y for x in ("visual", "retrieval") if (y := data.pop(x)) is not None}
         if heads:
             del data["fractions"], data["budget"]
         text = json.dumps(data | heads, indent=None if heads else 2)
@@ -121,8 +118,7 @@ class Profile:
                 if value is not None and not isinstance(value, kind):
                     raise ValueError(f"{name!r} is {str(value)[:40]!r}, expected {kind.__name__}")
             if "costs" in data:
-                levels = _numbers(data.get("levels"), "levels", 1)
-                return cls(curves=Curves(levels, _numbers(data["costs"], "costs", 3)), **known)
+                raise ValueError("it has cost curves of heads, which mmkv no longer reads")
             for name in ("visual", "retrieval"):
                 if name in data:
                     return cls(**{name: _numbers(data[name], name, 2)}, **known)
@@ -131,7 +127,7 @@ class Profile:
 
     def check(self, config: Any, n_layers: int, budget: SupportsFloat | str | None) -> None:
         """Refuse a profile that was measured on another model, or with another budget."""
-        by_head = self.curves.costs if self.curves else self.visual or self.retrieval
+        by_head = self.visual or self.retrieval
         n = len(by_head or self.fractions)
         if n != n_layers:
             raise ValueError(f"profile: it has {n} layers, this model compresses {n_layers}")

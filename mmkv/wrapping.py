@@ -31,7 +31,7 @@ from mmkv.memory import DEFAULT, Memory
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.sizes.layers import UniformLayers
-from mmkv.sizes.profiled import RetrievalHeads, sized, sized_by_copying, sized_by_pictures
+from mmkv.sizes.profiled import RetrievalHeads, sized_by_copying, sized_by_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ def wrap(
             decoding too. An int is the mean number of tokens per layer and head. NumPy's numbers,
             `Fraction` and `Decimal` are accepted too.
         profile: measured by `mmkv.calibrate`, or a file of it. Kept fractions replace the policy's
-            layer sizes and give the budget where none is named; cost curves and visual scores
-            replace layer and head sizes. None: policies with heads="retrieval", "calibrated" or
+            layer sizes and give the budget where none is named; copy and visual scores
+            replace layer and head sizes. None: policies with heads="retrieval" or
             "visual" look for "mmkv-profile.json" or "mmkv-visual-heads.json" in the folder that the
             model was loaded from; "retrieval" otherwise measures one here, in one pass.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
@@ -216,8 +216,6 @@ def planned(
             _log_once(chosen, chosen.heads.without_profile)
     if measured is None:
         pass
-    elif measured.curves is not None:
-        chosen = sized(chosen, measured.curves, compressed)
     elif measured.visual is not None:
         chosen = sized_by_pictures(chosen, measured.visual, compressed)
     elif measured.retrieval is not None:

@@ -12,7 +12,7 @@ from mmkv.memory import USUAL, Memory, allot
 from mmkv.merge.groups import MergeIntoGroups
 from mmkv.parts import SizeInputs
 from mmkv.sizes.layers import fit
-from mmkv.sizes.profiled import ProfiledHeads
+from mmkv.sizes.profiled import HeadsByWeight
 
 
 def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) -> CacheConfig:
@@ -60,7 +60,7 @@ def empty_slots(plan: CacheConfig, length: int) -> float | None:
     policy, heads = plan.policy, plan.policy.heads
     if plan.keeps_everything or plan.kept_whole >= length:
         return 0.0
-    if not isinstance(heads, ProfiledHeads) or policy.layers.needs:
+    if not isinstance(heads, HeadsByWeight) or policy.layers.needs:
         return None if plan.waits_for_probe or not heads.equal else 0.0
     n_layers, floor = len(heads.layers), min(length, policy.window_size + policy.sinks)
     total = max(plan.total_kept(n_layers, length), n_layers * floor)
@@ -71,8 +71,7 @@ def empty_slots(plan: CacheConfig, length: int) -> float | None:
         mean, most = size - floor, length - floor
         targets = heads.target_sizes(i, mean, most)
         n_heads = len(targets)
-        least = min(heads.least, mean)
-        counts = floor + np.array(fit(targets, n_heads * mean, floor=least, max_size=most))
+        counts = floor + np.array(fit(targets, n_heads * mean, max_size=most))
         slots += sum(len(x) * int(counts[x].max()) for x in group_rows(counts))
         n_kept += int(counts.sum())
     return (slots - n_kept) / (n_layers * n_heads)

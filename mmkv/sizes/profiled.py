@@ -1,20 +1,15 @@
 """Layer and head sizes by measurements of each head, which `mmkv.wrap` takes from a profile.
 
-A head's size is proportional to how much it copies (retrieval) or reads from pictures (visual), or
-follows from its cost curve: the divergence of the next-token distribution, in nats a token, if that
-head alone keeps a share of the prompt's tokens. `mmkv.calibrate` measures the curves.
+A head's size is proportional to how much it copies (retrieval) or reads from pictures (visual).
 
 Related: head budgets measured offline (SparseMM, arXiv 2506.05344; LU-KV).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,23 +28,18 @@ VISUAL_FILE = "mmkv-visual-heads.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfiledHeads(Heads):
-    """A layer's size is split among its heads by a profile.
+class HeadsByWeight(Heads):
+    """A layer's size is split among its heads in proportion to `weights` [L][H] of a profile.
 
     Attributes:
         layers: indices of the layers that were measured.
-        least: how many tokens each head keeps, if the mean size allows it.
     """
 
     layers: tuple[int, ...]
-    least: ClassVar[int] = 0
+    weights: Weights
 
     def __post_init__(self) -> None:
         """Skip the checks: `mmkv.wrap` makes this part from a checked profile."""
-
-    def target_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:
-        """Return the sizes of a measured layer's heads, of this mean, at most `max_size` tokens."""
-        raise NotImplementedError
 
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
         """Return head sizes by the profile; the host waits once, for the rows' totals.
@@ -58,24 +48,18 @@ class ProfiledHeads(Heads):
             ValueError: the profile has another number of heads.
         """
         H, index = scores.shape[1], self.layers.index(layer_idx)
+        if len(self.weights[index]) != H:
+            found = len(self.weights[index])
+            raise ValueError(f"profile: it has {found} heads a layer, this model {H}")
         n_candidates = (scores > -torch.inf).any(1).sum(-1)
         sizes = list[list[int]]()
         for mean, n in torch.stack([totals // H, n_candidates], dim=1).tolist():
             targets = self.target_sizes(index, mean, n) if mean else [0.0] * H
-            if len(targets) != H:
-                raise ValueError(f"profile: it has {len(targets)} heads a layer, this model {H}")
-            sizes.append(fit(targets, H * mean, floor=min(self.least, mean), max_size=n))
+            sizes.append(fit(targets, H * mean, max_size=n))
         return torch.tensor(sizes).to(scores.device, non_blocking=True)
 
-
-@dataclass(frozen=True, kw_only=True)
-class HeadsByWeight(ProfiledHeads):
-    """A layer's size is split in proportion to `weights` [L][H]."""
-
-    weights: Weights
-
     def target_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:
-        """Return sizes in proportion to weights."""
+        """Return the sizes of a measured layer's heads, of this mean, at most `max_size` tokens."""
         weights = self.weights[index]
         return proportional(weights, len(weights) * mean, max_size)
 
@@ -153,8 +137,6 @@ class RetrievalHeads(_Measured):
     "echo" heads); in a small cache they need the whole prompt. RazorAttention (arXiv 2407.15891)
     and DuoAttention (arXiv 2410.10819) keep all tokens of such heads; here sizes are proportional.
 
-    If the model's folder holds cost curves of `mmkv.calibrate`, sizes follow from these instead.
-
     Options:
         floor: a head's size is proportional to its copy score, in [0, 1], plus this.
         copying: if all copy scores are below this, all heads keep the same number of tokens.
@@ -229,131 +211,3 @@ def sized_by_pictures(policy: Policy, scores: Weights, layers: tuple[int, ...]) 
         tuple(chosen.rho + (1 - chosen.rho) * number * s / total for s in layer) for layer in scores
     )
     return by_weight(policy, weights, layers)
-
-
-@register_part("calibrated")
-@dataclass(frozen=True, kw_only=True)
-class CalibratedHeads(Heads):
-    """Sizes by the cost of shrinking each head, from `mmkv.calibrate`; equal without a profile."""
-
-    equal = True
-    profile = FILE
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadsByCost(ProfiledHeads):
-    """A layer's size is split so that the sum of its heads' costs, by `curves`, is least."""
-
-    curves: Curves
-    least = 1
-
-    def target_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:
-        """Return sizes by the layer's curves."""
-        (shares,) = self.curves.shares(mean / max_size, [index])
-        return [max_size * share for share in shares]
-
-
-@dataclass(frozen=True)
-class LayersByCost(Layers):
-    """The total is split so that the sum of all heads' costs, by `curves`, is least."""
-
-    curves: Curves
-
-    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """Return the floor plus the mean size of each layer's heads."""
-        sizes = list[list[float]]()
-        for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
-            budget = (total / rows.n_layers - floor) / (length - floor)
-            sizes.append([floor + (length - floor) * x for x in self.curves.by_layer(budget)])
-        return sizes
-
-
-def sized(policy: Policy, curves: Curves, layers: tuple[int, ...]) -> Policy:
-    """Return the policy with sizes by cost curves of the compressed `layers`.
-
-    If heads share one ranking of tokens, their sizes stay equal and only layers are sized.
-    """
-    policy = replace(policy, layers=LayersByCost(curves))
-    if policy.score.average_heads:
-        return policy
-    return replace(policy, heads=HeadsByCost(curves=curves, layers=layers))
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Cost curves of L compressed layers and H key-value heads at R levels.
-
-    Attributes:
-        levels: `[R]`, shares of the prompt's tokens, rising, in (0, 1].
-        costs: `[L, H, R]`, nats a token, not negative.
-
-    Raises:
-        ValueError: shapes or values are wrong.
-    """
-
-    levels: tuple[float, ...]
-    costs: tuple[tuple[tuple[float, ...], ...], ...]
-
-    def __post_init__(self) -> None:
-        """Check shapes and numbers."""
-        levels = self.levels
-        rising = all(a < b for a, b in pairwise((0, *levels)))
-        if not levels or not rising or not levels[-1] <= 1:
-            raise ValueError(f"levels must rise in (0, 1], got {list(levels)[:9]}")
-        heads = {len(layer) for layer in self.costs}
-        if len(heads) != 1 or 0 in heads:
-            raise ValueError("costs need as many heads in every layer, at least one")
-        for i, layer in enumerate(self.costs):
-            for h, curve in enumerate(layer):
-                if len(curve) != len(levels):
-                    raise ValueError(f"head {i, h}: {len(curve)} costs for {len(levels)} levels")
-                if not all(0 <= c < math.inf for c in curve):
-                    raise ValueError(f"head {i, h}: costs must be 0 or more, got {list(curve)[:9]}")
-
-    def shares(self, budget: float, layers: Sequence[int]) -> list[list[float]]:
-        """Return the share of the prompt that each head of some layers keeps, at the least cost.
-
-        Every head starts at the lowest level. The step to a higher level with the largest drop of
-        cost per token is taken first, until the budget is spent.
-
-        Args:
-            budget: mean share over these heads, in [0, 1].
-            layers: indices among the L.
-
-        Returns:
-            `[len(layers)][H]`, in [0, 1], of mean `budget`, or less if no curve falls further.
-        """
-        heads = len(self.costs[0])
-        low = min(budget, self.levels[0])
-        shares = {layer: [low] * heads for layer in layers}
-        left = len(layers) * heads * (budget - low)
-        for _, _, width, layer, head in self._steps:
-            if layer in shares and left > 0:
-                shares[layer][head] += min(width, left)
-                left -= width
-        return [shares[layer] for layer in layers]
-
-    def by_layer(self, budget: float) -> list[float]:
-        """Return the mean share of each layer's heads, `[L]`."""
-        shares = self.shares(budget, range(len(self.costs)))
-        return [sum(heads) / len(heads) for heads in shares]
-
-    @cached_property
-    def _steps(self) -> list[tuple[float, float, float, int, int]]:
-        """Steps that lower a cost, steepest first: slope, level, width, layer and head.
-
-        A head's steps are the lower convex hull of its curve, in order.
-        """
-        levels, steps = self.levels, list[tuple[float, float, float, int, int]]()
-        for i, layer in enumerate(self.costs):
-            for h, curve in enumerate(layer):
-                costs = list(accumulate(curve, min))  # a rise is noise
-                level = 0
-                while costs[level] > costs[-1]:
-                    slope, minus_next = min(
-                        ((costs[k] - costs[level]) / (levels[k] - levels[level]), -k)
-                        for k in range(level + 1, len(levels))
-                    )
-                    steps.append((slope, levels[level], levels[-minus_next] - levels[level], i, h))
-                    level = -minus_next
-        return sorted(steps)

@@ -20,7 +20,7 @@ from helpers.pretending import DEVICE, Devices, OnDevice, move
 from helpers.profiles import profile_of
 from mmkv.attach import graph
 from mmkv.parts import slots
-from mmkv.sizes.profiled import ProfiledHeads
+from mmkv.sizes.profiled import HeadsByWeight
 
 NEW, FEW = 20, 8
 
@@ -170,7 +170,7 @@ def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu,
     allowed += L * (
         2 if policy.merge is not None and policy.merge.weighted else not policy.heads.equal
     )
-    allowed += L * isinstance(policy.heads, ProfiledHeads)
+    allowed += L * isinstance(policy.heads, HeadsByWeight)
     if policy.layers.needs == "measure":  # how long the text behind a picture is, for two parts
         allowed += 2 * L
     more = found - alone

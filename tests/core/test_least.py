@@ -171,13 +171,3 @@ def test_what_measures_budgets_does_without():
     assert rows["condense 0.2"] == {"least": 0}
     assert rows["condense:least=8 0.2"] == {"least": 8}
     assert rows["snapkv 0.2"] == {}
-
-
-@pytest.mark.slow
-def test_curves_are_of_shares(models):
-    """A level of a curve is that share, whatever `least` is."""
-    model = models("llama")
-    samples = [make_inputs("llama", (50,))]
-    found = [mmkv.calibrate(model, samples, "condense", least=n).curves for n in (0, 64)]
-    assert found[0] == found[1]
-    assert max(cost for layer in found[0].costs for head in layer for cost in head) > 0

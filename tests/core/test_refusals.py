@@ -19,7 +19,6 @@ from mmkv import adapters
 from mmkv.policy import Score
 from mmkv.profiles import Profile
 from mmkv.scores.window import WindowAttention
-from mmkv.sizes.profiled import Curves
 
 SAMPLED = {"allocation": "sampled"}
 LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
@@ -318,7 +317,6 @@ def test_names_that_are_taken():
 
 OWN = {"format": "mmkv-profile", "version": 1}
 FRACTIONS = {**OWN, "budget": 0.4, "fractions": [0.5, 0.4, 0.3]}
-CURVES = {**OWN, "levels": [0.5, 1.0], "costs": [[[1.0, 0.0]]]}
 PAIR = [[0.1, 0.2]] * 3
 
 
@@ -353,12 +351,8 @@ PAIR = [[0.1, 0.2]] * 3
         *((FRACTIONS | {"budget": x}, "") for x in (-1, 0, 1e300, "0.5")),
         (FRACTIONS | {"budget": None}, r"budget: expected a number, got 'None'"),
         (FRACTIONS, r"budget=0.2, but the profile keeps 0.4000: leave the budget out"),
-        (CURVES | {"costs": 3}, ".*'costs' is not a list of lists of lists"),
-        (CURVES | {"costs": [[3]]}, ".*'costs' is not a list$"),
-        (CURVES | {"costs": [[["x"]]]}, ".*costs: expected a number, got 'x'"),
-        (CURVES | {"costs": [[[math.nan, 0.0]]]}, ".*costs: expected a number, got 'nan'"),
-        (CURVES | {"costs": [[[1.0]]]}, r".*1 costs for 2 levels"),
-        (CURVES | {"model": 3}, ".*'model' is '3', expected dict"),
+        (OWN | {"costs": [[[1.0, 0.0]]]}, "it has cost curves of heads"),
+        (OWN | {"visual": PAIR, "model": 3}, ".*'model' is '3', expected dict"),
         (OWN | {"retrieval": [[0.1, -1.0]] * 3}, ".*retrieval scores must be 0 or more"),
         (OWN | {"retrieval": [[0.1], [0.1, 0.2], [0.1]]}, ".*as many heads"),
         (OWN | {"retrieval": PAIR[:2]}, ".*2 layers"),
@@ -392,7 +386,7 @@ def test_profiles(text_model, tmp_path):
         mmkv.wrap(text_model, "prefixkv", profile="/dev/zero")
     for given in ({"visual": PAIR, "retrieval": PAIR}, {"fractions": (0.5,), "budget": 0.5}):
         if "fractions" in given:
-            given["curves"] = Curves((0.5, 1.0), (((1.0, 0.0),),))
+            given["visual"] = PAIR
         with pytest.raises(ValueError, match="give one"):
             Profile(**given)
     shape = adapters.shape(text_model.config)
@@ -422,26 +416,6 @@ def test_profiles(text_model, tmp_path):
     with mmkv.wrapped(text_model, "prefixkv", profile=tmp_path / "p.json"), torch.no_grad():
         cache = text_model(torch.arange(40)[None], use_cache=True).past_key_values
     assert sum(int(cache.kept(i).shape[-1]) for i in range(3)) == 60
-
-
-@pytest.mark.parametrize(
-    ("levels", "costs", "message"),
-    [
-        ((), (((),),), r"rise in \(0, 1\], got \[\]"),
-        ((0.2, 0.1), (((1.0, 0.0),),), r"rise .* got \[0.2, 0.1\]"),
-        ((0.0, 0.1), (((1.0, 0.0),),), r"rise"),
-        ((0.5, 1.5), (((1.0, 0.0),),), r"rise"),
-        ((0.5, 1.0), (), r"as many heads"),
-        ((0.5, 1.0), (((1.0, 0.0),), ()), r"as many heads"),
-        ((0.5, 1.0), (((1.0,),),), r"head \(0, 0\): 1 costs for 2 levels"),
-        ((0.5, 1.0), (((1.0, -0.5),),), r"0 or more, got \[1.0, -0.5\]"),
-        ((0.5, 1.0), (((math.nan, 0.0),),), r"0 or more, got \[nan"),
-        ((0.5, 1.0), (((math.inf, 0.0),),), r"0 or more, got \[inf"),
-    ],
-)
-def test_curves(levels, costs, message):
-    with pytest.raises(ValueError, match=message):
-        Curves(levels, costs)
 
 
 @pytest.mark.parametrize("kind", ["Gemma3ForCausal", "OPT"])
