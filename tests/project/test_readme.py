@@ -112,7 +112,7 @@ class TestTables:
                 assert cells[1:] == [speeds[name][i] for i in (0, 1, 3)], name
 
     def test_the_readmes_figures_of_a_real_model_are_those_of_the_page(self):
-        shown = rows(between(README, "## How near it stays", "## Try it"))
+        shown = rows(between(README, "## How close it stays", "## Try it"))
         page = rows(between(TEXTS["docs/quality.md"], "<!-- frontier -->", "<!-- /frontier -->"))
         assert len(shown) > 4
         assert all(page[name] == cells for name, cells in shown.items())
