@@ -94,7 +94,7 @@ links:
 	done
 
 # Strict: a broken link or anchor, or something that would be loaded from a network, is an error.
-docs: install
+docs: install links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 	@echo "The pages are in out/site/index.html"
 
