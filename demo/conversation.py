@@ -58,6 +58,13 @@ class Settings:
         size = "" if budget is None else f" {named(budget)}"
         return policy.name + size + ("" if self.kv_dtype is None else f" in {self.kv_dtype}")
 
+    @property
+    def details(self) -> str:
+        """The settings that the label leaves out and that differ from the defaults, else ""."""
+        texts = [f"{name}={value}" for name, value in self.options.items()]
+        texts += [f"temperature {self.temperature:g}"] if self.temperature else []
+        return ", ".join(texts)
+
     def chosen(self) -> tuple[Policy, float | int | None]:
         """Return the policy and its budget; None for a policy that takes none.
 
@@ -80,6 +87,7 @@ class Turn:
     question: str
     pictures: Sequence[Image.Image]
     label: str  # of the compressed side: policy and budget
+    details: str  # the model's name, and settings that are not in the label
     full: Side = field(default_factory=Side)
     compressed: Side = field(default_factory=Side)
     notes: tuple[str, ...] = ()
@@ -94,7 +102,7 @@ class Models:
 
     def __init__(self, names: Sequence[str], load: Callable[[str], chat.Loaded]) -> None:
         # Of a path only the last part is shown, as the page may be public.
-        labels = [Path(x).name if Path(x).exists() else x for x in names]
+        labels = list(map(_shown_name, names))
         self._paths = {
             x if labels.count(x) == 1 else f"{x} ({i})": path
             for i, (x, path) in enumerate(zip(labels, names, strict=True), start=1)
@@ -113,6 +121,10 @@ class Models:
         return self._loaded[name]
 
 
+def _shown_name(name: str) -> str:
+    return Path(name).name if Path(name).exists() else name
+
+
 def warm(loaded: chat.Loaded, model: Any) -> None:
     """Run a model once, so that its setup is not part of the first answer's time."""
     images = [Image.new("RGB", (64, 64))] if loaded.places_pictures else []
@@ -125,15 +137,22 @@ class Conversation:
     """One user's turns with one model, `loaded`; `ask` adds a turn.
 
     `closed` is True once the user has left or cleared it. If answers are `timed`, a wrapped model
-    runs once before its first one.
+    runs once before its first one. `earlier` are turns with other models, which are only shown.
     """
 
-    def __init__(self, loaded: chat.Loaded, *, timed: bool = True) -> None:
-        self.loaded, self._timed = loaded, timed
+    def __init__(
+        self, loaded: chat.Loaded, *, timed: bool = True, earlier: Sequence[Turn] = ()
+    ) -> None:
+        self.loaded, self._timed, self.earlier = loaded, timed, tuple(earlier)
         self.turns: list[Turn] = []
         self.closed = self._stopped = False
         self._wrapped: tuple[Any, ...] | None = None
         self._sides: tuple[Answer, Answer] | tuple[None, None] = (None, None)
+
+    @property
+    def shown(self) -> list[Turn]:
+        """All complete turns, those with other models first."""
+        return [*self.earlier, *self.turns]
 
     def stop(self) -> None:
         """Stop the answers that are streaming; their text stays."""
@@ -183,7 +202,8 @@ class Conversation:
         compressed = Answer(loaded, model, last_sides[0], question, pictures, settings)
         full = Answer(loaded, loaded.model, last_sides[1], question, pictures, settings)
         notes = (_READ_AGAIN,) if compressed.reads_again else ()
-        turn = Turn(question, pictures, settings.label, notes=notes)
+        details = ", ".join(filter(None, (_shown_name(loaded.name), settings.details)))
+        turn = Turn(question, pictures, settings.label, details, notes=notes)
         kept, yielded_at = None, 0.0
         try:
             yield turn

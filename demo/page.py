@@ -19,10 +19,9 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from mmkv import chat
-from mmkv.budgets import DEFAULT
-from mmkv.builtin import example_pictures
+from mmkv.builtin import KNOWS, example_pictures
 from mmkv.cache import codes
-from mmkv.memory import Memory
+from mmkv.memory import DEFAULT, Memory
 from mmkv.registry import list_policies, option_types, policy_class
 
 from . import conversation
@@ -31,9 +30,9 @@ from .conversation import Conversation, Models, Settings
 
 _QUESTIONS = [
     ["Describe the picture."],
-    ["How many objects are in the picture?"],
-    ["What is at the top right?"],
-    ["Where is the yellow circle?"],
+    ["How many things are in the picture?"],
+    ["What is at the top right of the picture?"],
+    ["Which word is printed in the picture?"],
 ]
 CSS = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 # The system's font: no font is downloaded.
@@ -42,10 +41,21 @@ _COLOURS = ["#d72828", "#f5dc32", "#28963c", "#2d55d7", "#191919", "#fcfcfc"]
 _POLICY = "condense"
 _MOST_TOKENS, _LONGEST_QUESTION = 512, 4000  # per answer; characters
 _PLAIN = "the model's type"  # type of kept pairs by default
+_BYTES, _TOKENS = "bytes", "tokens"
 _ANNOUNCE = "element.setAttribute('role', '{0}'); element.setAttribute('aria-live', '{1}');"
-_NAME_EXAMPLES = """() => document.querySelectorAll('#examples button').forEach((x, i) => {
-  x.ariaLabel = `Use example picture ${i + 1}`;
-});"""
+# The editor decodes pictures in the browser, and says nothing of one that it cannot read.
+_LOADED = """() => {
+  document.querySelectorAll('#examples button').forEach((x, i) => {
+    x.ariaLabel = `Use example picture ${i + 1}`;
+  });
+  const unreadable = document.querySelector('#unreadable p');
+  addEventListener('unhandledrejection', (event) => {
+    if (!(event.reason instanceof DOMException) || !/decode/i.test(event.reason.message)) return;
+    unreadable.hidden = false;
+    event.preventDefault();
+  });
+  addEventListener('click', () => { unreadable.hidden = true; });
+}"""
 # Events outside the queue, so that they work while an answer streams.
 _quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
@@ -130,6 +140,23 @@ def _policy_chosen(policy: str) -> list[Any]:
     ]
 
 
+def _least(policy: str) -> int:
+    return policy_class(policy).options().get("least", 0)
+
+
+def _floor(least: Any) -> str:
+    """Return what is said below the budget: the floor of a short prompt."""
+    floor = f"; of a short prompt at least {least:g} tokens stay (option Least)" if least else ""
+    return f"The share that is kept{floor}"
+
+
+def number(value: Any, name: str) -> float:
+    """Return a control's number. Raises ValueError if its field is empty."""
+    if value is None or value == "":
+        raise ValueError(f"{name}: the field is empty, give a number")
+    return float(value)
+
+
 def check_limits(question: str, settings: Settings) -> None:
     """Refuse requests that would block the page for others; a browser's limits can be evaded.
 
@@ -152,7 +179,7 @@ def build(models: Models) -> gr.Blocks:
     """Build the page for these models, the first of which is selected."""
     with gr.Blocks(title="mmkv image chat", analytics_enabled=False, fill_width=True) as page:
         conversation_state = gr.State(None, delete_callback=lambda ended: ended and ended.close())
-        gr.HTML(views.header())
+        gr.HTML(views.header({name: KNOWS[name] for name in models.names if name in KNOWS}))
         with gr.Row(elem_id="main"):
             with gr.Column(min_width=0, elem_id="input"):
                 editor = gr.ImageEditor(
@@ -166,6 +193,7 @@ def build(models: Models) -> gr.Blocks:
                     height=360,
                     elem_id="picture",
                 )
+                gr.HTML(views.unreadable(), elem_id="unreadable")
                 pictures = [[str(path)] for path in example_pictures()]
                 gr.Examples(pictures, [editor], label="Example pictures", elem_id="examples")
                 hint = "Ask about the picture"
@@ -178,37 +206,46 @@ def build(models: Models) -> gr.Blocks:
                 alert = _ANNOUNCE.format("alert", "assertive")
                 problem = gr.HTML(js_on_load=alert, elem_id="problem")
             with gr.Column(min_width=0, elem_id="answers"):
-                turns = gr.HTML(views.conversation([]), elem_id="talk")
+                newest = gr.HTML(views.newest([]), elem_id="talk")
                 status = gr.HTML(js_on_load=_ANNOUNCE.format("status", "polite"), elem_id="status")
                 with gr.Column(visible=False, elem_id="outcome") as outcome:
                     layer = gr.Slider(0, 1, value=0, step=1, label="Layer", elem_id="layer")
                     patches = gr.HTML(elem_id="patches")
                     bars = gr.HTML(elem_id="bars")
                     words = gr.HTML(elem_id="words")
+                earlier = gr.HTML(elem_id="earlier")
             with gr.Column(min_width=0, elem_id="settings"):
                 policies = list_policies()
                 policy = gr.Dropdown(policies, value=_POLICY, label="Policy", elem_id="policy")
-                info = "The share of the prompt's cache that is kept"
-                budget = gr.Slider(0.01, 1, DEFAULT, step=0.01, label="Budget", info=info)
+                unit = gr.Radio(
+                    [_BYTES, _TOKENS],
+                    value=_BYTES,
+                    label="The budget is a share of",
+                    elem_id="unit",
+                )
+                info = _floor(_least(_POLICY))
+                budget = gr.Slider(0.01, 1, float(DEFAULT), step=0.005, label="Budget", info=info)
+                info = "8 or 4 bits for each number that is kept"
+                kv_dtype = gr.Dropdown(
+                    [_PLAIN, *codes.BITS], label="Held as", info=info, visible=False
+                )
                 info = "Keep the prompt's text; only picture tokens compete"
                 protect = gr.Checkbox(label="Protect instructions", info=info, elem_id="protect")
                 with gr.Accordion("Length, sampling, model", open=False):
                     max_tokens = gr.Slider(1, _MOST_TOKENS, 80, step=1, label="Max new tokens")
                     info = "0 is greedy"
                     temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info=info)
-                    info = "8 or 4 bits for each number that is kept"
-                    kv_dtype = gr.Dropdown([_PLAIN, *codes.BITS], label="Held as", info=info)
-                    info = (
-                        "Instead of budget and type: a share of the full cache's bytes, such as 6%"
-                    )
-                    memory = gr.Textbox("", label="Memory", info=info, elem_id="memory")
                     info = "Another model starts a new conversation"
                     model = gr.Dropdown(models.names, label="Model", info=info)
                 with gr.Accordion("Options of the policy", open=False):
                     controls = [_control(*x) for x in option_hints().items()]
+                    least = controls[[*option_hints()].index("least")]
 
         idle = {ask: gr.update(interactive=True), stop: gr.update(interactive=False)}
         busy = {ask: gr.update(interactive=False), stop: gr.update(interactive=True)}
+
+        def turns_of(shown: list[conversation.Turn]) -> dict[Any, Any]:
+            return {newest: views.newest(shown[-1:]), earlier: views.earlier(shown[:-1])}
 
         def answer(talk: Conversation | None, edit: Any, *values: Any) -> Generator[dict[Any, Any]]:
             inputs = dict(zip(controlled, values, strict=False))
@@ -218,29 +255,30 @@ def build(models: Models) -> gr.Blocks:
                 options = changed_options(inputs[policy], option_values)
                 if inputs[protect]:
                     options["protect"] = "instruction"
-                in_bytes = (inputs[memory] or "").strip()
+                in_bytes, share = inputs[unit] == _BYTES, number(inputs[budget], "budget")
                 plain = in_bytes or inputs[kv_dtype] == _PLAIN
                 settings = Settings(
                     policy=inputs[policy],
-                    budget=Memory.of(in_bytes) if in_bytes else float(inputs[budget]),
+                    budget=Memory.of(share) if in_bytes else share,
                     options=options,
                     kv_dtype=None if plain else inputs[kv_dtype],
-                    max_new_tokens=inputs[max_tokens],
-                    temperature=inputs[temperature],
+                    max_new_tokens=int(number(inputs[max_tokens], "max new tokens")),
+                    temperature=number(inputs[temperature], "temperature"),
                 )
                 check_limits(inputs[question], settings)
                 composite = edit and edit["composite"]
                 picture = conversation.read_upload(composite["path"]) if composite else None
                 loaded = models.get(inputs[model])
                 if talk is None or talk.loaded is not loaded:
-                    talk = Conversation(loaded)
+                    talk = Conversation(loaded, earlier=talk.shown if talk else ())
                     yield {conversation_state: talk}
                 if loaded.reads_pictures and picture is None and not talk.turns:
                     raise ValueError("there is no picture yet: choose an example or upload one")
+                yield {earlier: views.earlier(talk.shown)}
                 for turn in talk.ask(inputs[question], settings, *([picture] if picture else [])):
                     if talk.closed:
                         return
-                    yield {turns: views.conversation([*talk.turns, *([] if turn.done else [turn])])}
+                    yield {newest: views.newest([turn])}
                     if kept := turn.kept:
                         last = max(len(kept.layers) - 1, 1)
                         answers = f"Full cache: {turn.full.text} Compressed: {turn.compressed.text}"
@@ -252,7 +290,6 @@ def build(models: Models) -> gr.Blocks:
                             patches: views.patches(kept, 0),
                             bars: views.layer_bars(kept),
                             words: views.words(kept),
-                            question: "",
                         }
             except Exception as error:
                 why = str(error)
@@ -260,35 +297,36 @@ def build(models: Models) -> gr.Blocks:
                     logging.getLogger(__name__).exception("an answer failed")
                     why = f"the model failed: {why.splitlines()[0] if why else 'no reason given'}"
                 yield idle | {problem: views.message(why), status: ""}
-                yield {turns: views.conversation(talk.turns if talk else [])}
+                yield turns_of(talk.shown if talk else [])
 
         def halt(talk: Conversation | None) -> None:
             if talk is not None:
                 talk.stop()
 
-        def other_layer(talk: Conversation | None, index: int) -> Any:
-            return views.patches(talk.turns[-1].kept, index) if talk and talk.turns else gr.skip()
+        def other_layer(talk: Conversation | None, index: float | None) -> Any:
+            place = max(0, int(index or 0))
+            return views.patches(talk.turns[-1].kept, place) if talk and talk.turns else gr.skip()
 
         def forget(ended: Conversation | None) -> dict[Any, Any]:
             if ended is not None:
                 ended.close()
             return {
                 **idle,
+                **turns_of([]),
                 conversation_state: None,
-                turns: views.conversation([]),
                 problem: "",
                 status: views.status("Cleared"),
                 outcome: gr.update(visible=False),
             }
 
-        controlled = [question, policy, budget, protect, max_tokens, temperature]
-        controlled += [kv_dtype, memory, model]
-        updated = [conversation_state, turns, problem, status, ask, stop, outcome]
+        controlled = [question, policy, unit, budget, kv_dtype, protect, max_tokens, temperature]
+        controlled += [model]
+        updated = [conversation_state, newest, earlier, problem, status, ask, stop, outcome]
         gr.on(
             [ask.click, question.submit],
             answer,
             [conversation_state, editor, *controlled, *controls],
-            [*updated, layer, patches, bars, words, question],
+            [*updated, layer, patches, bars, words],
             concurrency_limit=1,
             show_progress="minimal",
             show_progress_on=[problem],
@@ -297,10 +335,13 @@ def build(models: Models) -> gr.Blocks:
         )
         stop.click(halt, [conversation_state], None, **_quick)
         policy.change(_policy_chosen, [policy], controls, **_quick)
+        least.change(lambda n: gr.update(info=_floor(n)), [least], [budget], **_quick)
+        policy.change(lambda x: gr.update(info=_floor(_least(x))), [policy], [budget], **_quick)
+        unit.change(lambda x: gr.update(visible=x != _BYTES), [unit], [kv_dtype], **_quick)
         clear.click(forget, [conversation_state], updated, **_quick)
         # Without "always_last", moves of the slider during a reply of the server would be lost.
         inputs = [conversation_state, layer]
         layer.input(other_layer, inputs, [patches], trigger_mode="always_last", **_quick)
-        page.load(js=_NAME_EXAMPLES)
+        page.load(js=_LOADED)
     page.queue(max_size=64, api_open=False)
     return page

@@ -437,9 +437,37 @@ def test_what_the_editor_sends(tmp_path):
     assert (drawn.getpixel((9, 9)), drawn.getpixel((999, 9))) == ((215, 40, 40), (180, 180, 180))
 
 
+def test_the_page_says_what_its_model_knows(page):
+    assert page.KNOWS["smollm2-vision"] in page.views.header(page.KNOWS)
+    assert "knows" not in page.views.header({})
+
+
+def test_a_turn_has_its_settings_and_earlier_ones_stay_with_another_model(page, loaded, pictures):
+    settings = dataclasses.replace(SHORT, options={"least": 0}, temperature=0.5)
+    first = last(talking(loaded).ask(QUESTION, settings, pictures[0]))
+    assert (first.label, first.details) == ("prefixkv 0.2", "tiny, least=0, temperature 0.5")
+    talk = Conversation(loaded, timed=False, earlier=[first])
+    second = last(talk.ask(NEXT, SHORT, pictures[1]))
+    assert talk.shown == [first, second]
+    assert second.kept.words[0].text == "<s>"
+    assert QUESTION not in "".join(x.text for x in second.kept.words)
+    assert first.details in page.views.earlier([first])
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_an_empty_field_is_named(page, value):
+    with pytest.raises(ValueError, match="budget: the field is empty"):
+        page.number(value, "budget")
+
+
+def test_a_floor_is_said_below_the_budget(page):
+    assert "at least 64 tokens" in page._floor(page._least("condense"))
+    assert "at least" not in page._floor(page._least("snapkv"))
+
+
 def test_text_is_escaped(page, loaded, pictures):
     turn = last(talking(loaded).ask("<b>bold</b> & more", SHORT, pictures[0]))
-    for part in (page.views.conversation([turn]), page.views.words(turn.kept)):
+    for part in (page.views.newest([turn]), page.views.words(turn.kept)):
         assert "<b>bold" not in part
         assert "&lt;" in part
     assert "<b>" not in page.views.message("<b>")

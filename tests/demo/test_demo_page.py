@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from helpers.picture_chat import LAYERS, make_picture_chat
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
     pytest.skip("no browser: apt-get install chromium chromium-driver", allow_module_level=True)
@@ -44,9 +46,12 @@ ANSWERS = ".mm-answer[data-done=true]"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, request):
-    """The address of `mmkv demo`; it has to leave nothing behind."""
-    folder = tmp_path_factory.mktemp("server")
+    """The address of `mmkv demo` with a tiny model; it has to leave nothing behind."""
+    folder, model = tmp_path_factory.mktemp("server"), tmp_path_factory.mktemp("tiny")
+    for part in make_picture_chat():
+        part.save_pretrained(model)
     command = [str(Path(sys.executable).parent / "mmkv"), "demo", "--port", "0", "--device", "cpu"]
+    command += ["--model", str(model)]
     env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     request.getfixturevalue("browser")  # both take long to start
@@ -151,7 +156,7 @@ class Page:
             lambda: len(self.all(ANSWERS)) == 2 * turns and self.all("#ask")[0].is_enabled(),
             f"{turns} turns to be answered",
         )
-        return [x.text for x in self.all(ANSWERS)[-2:]]
+        return [x.text for x in self.all(ANSWERS)[:2]]  # the newest come first
 
     def set_number(self, selector, value):
         self.until(lambda: self.all(selector), f"the field {selector}")
@@ -161,7 +166,8 @@ class Page:
         field.send_keys(str(value), Keys.TAB)
 
     def without_floor(self):
-        """A share of the short example is what the tests look at."""
+        """A share of the tokens of the short example is what the tests look at."""
+        self.click("#unit input", 1)
         self.click("#settings button.label-wrap", 1)
         self.set_number("#option-least input", 0)
 
@@ -205,7 +211,9 @@ def test_two_turns_layers_and_another_policy(page):
     full, compressed = page.answered(1)
     assert full
     assert compressed
-    assert page.text(".mm-side h3") == "Full cache condense 0.2"
+    assert page.text(".mm-side h3") == "Full cache condense 0.125"
+    assert page.all("#question textarea")[0].get_attribute("value") == "Describe the picture."
+    assert "least=0" in page.text("#talk .mm-question small")
     numbers = [x.text for x in page.all(".mm-numbers dd")]
     assert numbers[0].endswith("ms")
     assert numbers[1].endswith("tokens/s")
@@ -219,11 +227,13 @@ def test_two_turns_layers_and_another_policy(page):
     first = page.text(".mm-lit figcaption")
     assert first.startswith("Layer 0: ")
     slider = page.all("#layer input[type=range]")[0]
-    assert slider.get_attribute("max") == "7"
-    slider.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    page.until(lambda: page.text(".mm-lit figcaption").startswith("Layer 3: "), "layer 3")
+    assert slider.get_attribute("max") == str(LAYERS - 1)
+    slider.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    page.until(lambda: page.text(".mm-lit figcaption").startswith("Layer 2: "), "layer 2")
+    page.set_number("#layer input[type=number]", 0.1)
+    page.until(lambda: page.text(".mm-lit figcaption").startswith("Layer 0: "), "layer 0")
     assert page.text(".mm-heat figcaption").startswith("All layers: ")
-    assert len(page.all("#bars tbody tr")) == 8
+    assert len(page.all("#bars tbody tr")) == LAYERS
     assert "Describe the picture." in page.text(".mm-words")
     assert "144 tokens" in page.text(".mm-picture")
 
@@ -236,10 +246,13 @@ def test_two_turns_layers_and_another_policy(page):
         lambda: page.all("#option-sinks input") and not page.all("#option-window input"),
         "the options of another policy",
     )
+    before = [page.all("#outcome")[0].rect["y"]]
     page.ask("How many objects are in the picture?")
     page.answered(2)
-    assert page.text(".mm-turn:last-child .mm-compressed h3") == "streaming 0.2"
-    assert "read the whole conversation again" in page.text(".mm-turn:last-child")
+    assert page.text("#talk .mm-compressed h3") == "streaming 0.125"
+    assert "read the whole conversation again" in page.text("#talk .mm-turn")
+    assert page.text("#earlier .mm-compressed h3") == "condense 0.125"
+    assert [page.all("#outcome")[0].rect["y"]] == pytest.approx(before, abs=20)
     page.save("demo-1280.png")
 
     page.click("#clear")
@@ -266,6 +279,9 @@ def test_a_drawing_is_part_of_the_question(page):
 
 def test_what_goes_wrong_is_said_in_the_page(page, tmp_path):
     """And what comes right after it is answered: an uploaded picture, and a budget too small."""
+    (tmp_path / "broken.png").write_text("no picture")
+    page.all("#picture input[type=file]")[0].send_keys(str(tmp_path / "broken.png"))
+    page.until(lambda: "cannot be read" in page.text("#unreadable"), "what cannot be read")
     page.ask("Describe the picture.")
     page.refused("There is no picture yet")
     path = tmp_path / "red.jpg"
@@ -301,10 +317,7 @@ def test_stop_ends_the_answers(page):
 
 
 def test_two_tabs_at_once_keep_to_themselves(page, browser, server):
-    questions = {
-        "How many objects are in the picture?": "object",
-        "What is at the top center?": "top",
-    }
+    questions = "How many objects are in the picture?", "What is at the top center?"
     first = browser.current_window_handle
     browser.switch_to.new_window("tab")
     tabs = [first, browser.current_window_handle]
@@ -317,9 +330,9 @@ def test_two_tabs_at_once_keep_to_themselves(page, browser, server):
         browser.switch_to.window(tab)
         assert not page.all(".mm-turn")
         page.click("#ask")
-    for tab, (question, said) in zip(tabs, questions.items(), strict=True):
+    for tab, question in zip(tabs, questions, strict=True):
         browser.switch_to.window(tab)
-        assert said in page.answered(1)[0]
+        assert page.answered(1)[0]
         assert question in page.text(".mm-turn")
     browser.close()
     browser.switch_to.window(first)
@@ -347,6 +360,8 @@ def test_the_page_fits_and_every_control_has_a_name(browser, server):
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         tops = [x.rect["y"] for x in page.all(".mm-side")]
         assert (tops[0] == tops[1]) == (width == 1280)
+        if width == 390:
+            assert page.all("#settings")[0].rect["y"] < tops[0]
         tree = browser.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
         roles = "button textbox slider spinbutton checkbox combobox listbox meter".split()  # noqa: SIM905
         controls = [x for x in tree if not x["ignored"] and x.get("role", {}).get("value") in roles]
