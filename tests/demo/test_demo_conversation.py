@@ -281,7 +281,7 @@ WRONG = [
     ({"policy": "snap"}, "?", "Did you mean 'snapkv'"),
     ({"options": {"windw": 1}}, "?", "Did you mean 'window'"),
     ({"policy": "streaming", "options": {"window": 4}}, "?", "has no effect"),
-    ({"budget": 1.5}, "?", "in \\(0, 1\\]"),
+    ({"budget": 1.5}, "?", "budget=1.5"),
 ]
 
 
