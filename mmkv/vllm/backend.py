@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.utils import extract_layer_index
@@ -27,6 +26,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from mmkv.vllm import batch
+from mmkv.vllm.causal import attend, causal
 from mmkv.vllm.compress import Prompt, compress
 
 
@@ -240,11 +240,9 @@ class Impl(AttentionImpl[Metadata]):
             tokens = slice(row.start, row.start + n)
             if row.computed:
                 keys, values, _ = (x[0, :, :end] for x in self._blocks(units, row, 0, end))
-                mask: Any = {"attn_mask": causal_lower_right(n, end)}
             else:
                 keys, values = pairs[tokens].transpose(0, 1).chunk(2, -1)
-                mask = {"is_causal": True}
-            out[tokens] = self._attend(query[tokens], keys, values, mask)
+            out[tokens] = causal(query[tokens], keys, values, self.scale)
             if row.dropped:
                 self._remember(layer, row, query[tokens])
                 if end == b:
@@ -256,16 +254,7 @@ class Impl(AttentionImpl[Metadata]):
             last = torch.arange(row.computed + n, row.until, device=keys.device)[:, None]
             bias = torch.where(position < b, weights, 0.0)[:, None]
             bias = bias.masked_fill(position > last, -torch.inf)[:, None].to(query.dtype)
-            out[tokens] = self._attend(query[tokens], keys, values, {"attn_mask": bias})
-
-    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: dict[str, Any]) -> Tensor:
-        """Attend from [q, H, G, D] to keys and values [H, n, D]: [q, H, G, D]."""
-        G = query.shape[2]
-        keys, values = (x[:, None].expand(-1, G, -1, -1) for x in (keys, values))
-        out = scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3), keys, values, **mask, scale=self.scale
-        )
-        return out.permute(2, 0, 1, 3)
+            out[tokens] = attend(query[tokens], keys, values, self.scale, attn_mask=bias)
 
     def _blocks(self, units: Any, row: Row, first: int, until: int) -> Any:
         """Return what `_gathered` does of a row's blocks from `first` on, those up to a token."""
