@@ -11,7 +11,7 @@ FOLDERS := mmkv policies $(wildcard eval demo)
 # The oldest transformers we support, one between, the pinned one and the newest, on the pinned torch.
 MATRIX := 5.17.0 5.20.0 5.23.0 5.24.0
 
-.PHONY: run demo test test-slow test-all test-matrix test-vllm lint type links gpu mutants docs dist format clean install
+.PHONY: run demo test test-slow test-all test-matrix test-vllm lint type links gpu gpu-vllm mutants docs dist format clean install
 
 run: install
 	$(BIN)/mmkv chat $(PICTURE) "Describe the picture." --option least=0
@@ -77,6 +77,15 @@ mutants: install
 GPU_PYTHON ?= python3
 gpu: links
 	cd .typecheck && ln -sfn ../tests tests && PYTHONPATH=$(CURDIR)/.typecheck $(GPU_PYTHON) -m mmkv.eval.speed.gpu --out $(CURDIR)/out/gpu $(GPU_OPTIONS)
+
+# The plugin on a GPU, not yet run on one: its tests, then figures beside stock vLLM. GPU_PYTHON has
+# vllm==0.32.* and this package; VLLM_MODEL is a folder or a hub's id.
+VLLM_MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
+VLLM_FIGURES = VLLM_USE_V2_MODEL_RUNNER=0 $(GPU_PYTHON) -m mmkv.vllm.figures $(VLLM_MODEL)
+gpu-vllm:
+	VLLM_USE_V2_MODEL_RUNNER=0 $(GPU_PYTHON) -m pytest tests/vllm
+	$(GPU_PYTHON) -c "from mmkv.cli.commands import main; main(['probe', '$(VLLM_MODEL)'])"
+	for more in "" --capacity; do $(VLLM_FIGURES) $$more && $(VLLM_FIGURES) $$more --budget 0.2 || exit 1; done
 
 lint: install
 	$(BIN)/ruff check

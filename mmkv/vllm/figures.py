@@ -1,7 +1,8 @@
 """Figures of docs/serving.md: requests at once in one pool, and step times, beside stock vLLM.
 
 `python -m mmkv.vllm.figures FOLDER`, with `--budget 0.2` for compressed heads and without for stock
-vLLM, on one thread, in float32. Prompts are random tokens.
+vLLM, on one thread, in float32. Prompts are random tokens. On a CPU times are the process's CPU
+seconds, so that other programs on the machine change them little.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def main() -> None:
     torch.set_num_threads(1)
     from vllm import LLM, SamplingParams
 
+    from mmkv.vllm import backend
+
     options: dict[str, Any] = {}
     if arguments.budget is not None:
         mmkv = {"policy": arguments.policy, "budget": arguments.budget}
@@ -46,22 +49,35 @@ def main() -> None:
         kv_cache_memory_bytes=POOL if arguments.capacity else 2**30,
         **options,
     )
+    on_cpu = llm.llm_engine.vllm_config.device_config.device_type == "cpu"
+    clock = time.process_time if on_cpu else time.perf_counter
     core: Any = llm.llm_engine.engine_core.engine_core
-    steps = list[tuple[int, float, int]]()
+    steps, parts = list[tuple[int, float, int]](), dict[str, float]()
     run, preempt, preempted = core.model_executor.execute_model, core.scheduler._preempt_request, []
 
     def timed(output: Any, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        start = clock()
         result = run(output, *args, **kwargs)
         decoding = sum(r.num_output_tokens > 0 for r in core.scheduler.running)
-        steps.append((output.total_num_scheduled_tokens, time.perf_counter() - start, decoding))
+        steps.append((output.total_num_scheduled_tokens, clock() - start, decoding))
         return result
+
+    def adding(name: str, function: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = clock()
+            result = function(*args, **kwargs)
+            parts[name] = parts.get(name, 0.0) + clock() - start
+            return result
+
+        return timed
 
     def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
         preempted.append(request.request_id)
         return preempt(request, *args, **kwargs)
 
     core.model_executor.execute_model, core.scheduler._preempt_request = timed, counted
+    for name in ("compress", "causal"):
+        setattr(backend, name, adding(name, getattr(backend, name)))
     lengths = (
         [900 - 3 * i for i in range(20)] if arguments.capacity else [900 - i for i in range(8)]
     )
@@ -70,15 +86,19 @@ def main() -> None:
     params = SamplingParams(
         temperature=0, max_tokens=96 if arguments.capacity else 40, ignore_eos=True
     )
-    start = time.perf_counter()
+    start = clock()
     llm.generate([{"prompt_token_ids": x} for x in ids], params, use_tqdm=False)
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     print(f"{len(ids)} requests of {lengths[-1]} to {lengths[0]} tokens in {seconds:.1f} s")
     print(f"most decoding at once {max(x for _, _, x in steps)}, preemptions {len(preempted)}")
+    prefill = sum(s for n, s, _ in steps if n > len(ids))
+    decode = [s for n, s, _ in steps if n <= len(ids)]
+    print(f"steps that read prompts {prefill:.1f} s, {len(decode)} others {sum(decode):.1f} s")
     if not arguments.capacity:
-        decode = [s for n, s, _ in steps if n == len(ids)]
-        prefill = sum(s for n, s, _ in steps if n > len(ids))
-        print(f"decode step {1000 * median(decode):.0f} ms, prefill {prefill:.1f} s")
+        full = [s for n, s, _ in steps if n == len(ids)]
+        print(f"a decode step of all {1000 * median(full):.0f} ms")
+    for name, of_it in parts.items():
+        print(f"{name} {of_it:.1f} s")
 
 
 if __name__ == "__main__":

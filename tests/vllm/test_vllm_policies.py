@@ -135,8 +135,10 @@ def test_pairs_kept_are_those_of_wrap(
                 i,
             )
             keys_, values_, weights = compress(prompt, M, found.policy)
+            # A cache holds logarithms of weights in 16 bits.
+            weights = weights.half().float()
             pairs = in_order(torch.cat([keys_, values_, weights[..., None]], -1))
-            torch.testing.assert_close(pairs, expected[heads], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(pairs, expected[heads], atol=1e-4, rtol=1e-3)
 
 
 def test_every_policy_that_is_accepted_is_among_these() -> None:

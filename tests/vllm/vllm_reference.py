@@ -153,7 +153,7 @@ def condense(
         weight=lambda: weight,
     )
     always = torch.zeros(N, dtype=torch.bool)
-    always[:1] = always[N - min(8, size // 8) :] = True
+    always[:1] = True
     rank = Observers()(layer).masked_fill(always, torch.inf)
     kv = PromptKV(k[None, None], v[None, None], torch.arange(N)[None, None])
     kv.readers = ReferenceQueries.of(layer, layer.valid, 16, None)

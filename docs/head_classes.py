@@ -1,0 +1,66 @@
+"""Compare few sizes of heads, as vLLM has them, with sizes of each head's own (docs/serving.md).
+
+`python docs/head_classes.py MODEL BUDGET`: both keep equal numbers of pairs of each prompt of the
+documents suite, those that the plugin's classes give in blocks of 32. Prints the divergence from
+the full cache's next-token distributions, nats a token, and the share of equal first choices.
+"""
+
+import sys
+
+import mmkv
+from mmkv import chat, forcing
+from mmkv.eval.arguments import token_counter
+from mmkv.eval.prompts import encode_samples
+from mmkv.eval.suites.registry import load_suite
+from mmkv.sizes.profiled import by_weight, proportional
+from mmkv.vllm.classes import classes_of
+from mmkv.vllm.settings import Sizes
+
+BLOCK = 32
+
+
+def main(name: str, budget: float) -> None:
+    """Measure 16 prompts."""
+    loaded = chat.load(name, "cpu", "float32")
+    model, policy = loaded.model, mmkv.get_policy("condense", heads="uniform", least=0)
+    scores = mmkv.probe(model).retrieval
+    places = [(i, h) for i, layer in enumerate(scores) for h in range(len(layer))]
+    weights = [scores[i][h] + 0.02 for i, h in places]
+    targets = proportional(weights, budget * len(places), 1.0)
+    classes = classes_of(dict(zip(places, targets, strict=True)), budget)
+    shares = {place: x.share for x in classes for place in x.heads}
+    layers = tuple(range(len(scores)))
+
+    def table(values: list[float]) -> tuple[tuple[float, ...], ...]:
+        H = len(scores[0])
+        return tuple(tuple(values[i * H : (i + 1) * H]) for i in layers)
+
+    samples = load_suite("documents", "novels", limit=16, count=token_counter(name))
+    totals = {"own sizes": [0.0, 0, 0], "classes": [0.0, 0, 0]}
+    kept = list[float]()
+    for inputs in encode_samples(loaded, samples):
+        N = inputs["input_ids"].shape[1]
+        sizes = list[float]()
+        for place in places:
+            share = shares[place]
+            rule = Sizes(share, max(1, round(64 / budget * share)), 2)
+            sizes.append(N if share == 1 else N - int(rule.dropped(N, BLOCK)) * BLOCK)
+        kept.append(sum(sizes) / len(sizes) / N)
+        answers = forcing.replies(model, inputs, 64)
+        full, _ = forcing.log_probabilities(model, inputs, answers)
+        # By weight, the first token, which is always kept, comes on top.
+        for how, wanted in (("own sizes", weights), ("classes", [x - 1 for x in sizes])):
+            with mmkv.wrapped(model, by_weight(policy, table(wanted), layers), kept[-1]):
+                found = forcing.score_answers(model, inputs, answers, full=full)
+            total = totals[how]
+            total[0] += sum(found.divergence)
+            total[1] += found.same[0]
+            total[2] += found.compared[0]
+    print("classes:", [(round(x.share, 3), len(x.heads)) for x in classes])
+    print(f"kept: {100 * sum(kept) / len(kept):.1f} %")
+    for how, (nats, same, n) in totals.items():
+        print(f"{how}: {nats / n:.4f} nats a token, {100 * same / n:.1f} % same, {n} tokens")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))
