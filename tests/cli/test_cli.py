@@ -175,7 +175,7 @@ class TestChat:
             ("--policy snapkv --budget 0.05 --option window=40", "too few for window 40"),
         ],
     )
-    def test_what_a_user_may_not_have_meant_is_a_message(self, capsys, words, said):
+    def test_doubtful_input_prints_a_message(self, capsys, words, said):
         out, err, code = run(capsys, "chat", LONG, *SHORT, *words.split())
         assert code == 0
         assert said in err
@@ -211,7 +211,7 @@ class TestChat:
         assert "in fail" in run(capsys, "chat", picture, QUESTION)[1]
 
     @pytest.mark.parametrize("seed", [-(2**63) - 1, 2**64])
-    def test_a_seed_is_one_of_torch(self, capsys, picture, seed):
+    def test_seed_beyond_torchs_range_raises(self, capsys, picture, seed):
         out, err, code = run(capsys, "chat", picture, QUESTION, "--seed", seed)
         assert (out, code) == ("", 2)
         assert "Invalid value for '--seed'" in err
@@ -272,7 +272,7 @@ class TestChat:
         (("--dtype", "int8"), "dtype 'int8'"),
     ],
 )
-def test_bad_options(capsys, picture, monkeypatch, tmp_path, words, expected):
+def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, expected):
     monkeypatch.chdir(tmp_path)
     assert expected in complaint(capsys, "chat", picture, QUESTION, *words)
 
@@ -295,7 +295,7 @@ def test_bad_options(capsys, picture, monkeypatch, tmp_path, words, expected):
         (("--profile", "p.json"), "profile p.json: No such file"),
     ],
 )
-def test_wrong_use_is_refused_before_a_model_is_loaded(
+def test_wrong_use_raises_before_model_loads(
     capsys, picture, monkeypatch, tmp_path, words, expected
 ):
     monkeypatch.chdir(tmp_path)
@@ -344,7 +344,7 @@ def test_serve_runs_vllm_with_the_plugins_options(capsys, monkeypatch, size, nam
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
 
 
-def test_serve_measures_heads_that_have_not_been(monkeypatch):
+def test_serve_measures_unmeasured_heads(monkeypatch):
     """Where the plugin looks for them; what is there stays."""
     asked: list[str] = []
     loaded = SimpleNamespace(model=make_model("llama"))
@@ -477,7 +477,7 @@ def test_a_plan_in_bytes(capsys):
     assert (code, "int4" in out) == (0, True)
 
 
-def test_a_verdict_says_where_answers_part_and_what_is_gained():
+def test_verdict_gives_first_difference_and_gain():
     full = Side("a red ring on the left", 32, rate=25.0, nbytes=4096, full_nbytes=4096)
     same = dataclasses.replace(full, nbytes=1024, rate=40.0, compressed=True)
     assert verdict(full, same) == [
@@ -493,7 +493,7 @@ def test_a_verdict_says_where_answers_part_and_what_is_gained():
 
 @pytest.mark.usefixtures("load")
 @pytest.mark.parametrize("words", [("Hi",), ("Hi", "--budget", "0.5"), ("Hi", "--policy", "full")])
-def test_a_cache_as_large_as_the_full_one_has_its_reason(capsys, words):
+def test_full_size_cache_gives_the_reason(capsys, words):
     out, _, code = run(capsys, "chat", *words, *SHORT)
     assert code == 0
     assert ("prompt too short to compress" in out) == ("full" not in words)
@@ -509,13 +509,13 @@ def test_a_cache_as_large_as_the_full_one_has_its_reason(capsys, words):
         (200, 100, "0.2 of 0.1 KiB (200%)"),
     ],
 )
-def test_bytes_of_bytes(held, full, text):
+def test_held_and_full_bytes_as_text(held, full, text):
     assert terminal.of_bytes(held, full) == text
 
 
 @pytest.mark.usefixtures("registering")
 class TestPlugins:
-    def test_every_command_that_takes_a_policy_takes_files_of_them(self):
+    def test_policy_commands_accept_plugin_files(self):
         taking = set()
         for name, command in typer.main.get_command(commands.app).commands.items():
             options = {option for param in command.params for option in param.opts}
@@ -526,7 +526,7 @@ class TestPlugins:
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("load")
-    def test_a_policy_of_a_file(self, capsys, tmp_path):
+    def test_plugin_policy_is_used(self, capsys, tmp_path):
         file = tmp_path / "random.py"  # it takes no other module's place
         file.write_text(MINE)
         out, _, code = run(capsys, "policies", "--plugin", file)
@@ -547,7 +547,7 @@ class TestPlugins:
             (None, "expected a Python file"),
         ],
     )
-    def test_one_that_cannot_be_had_leaves_nothing(self, capsys, tmp_path, code, why):
+    def test_broken_plugin_leaves_nothing(self, capsys, tmp_path, code, why):
         file = tmp_path / "file.py"
         if code is not None:
             file.write_text(code)
@@ -570,7 +570,7 @@ class TestExtras:
     )
 
     @pytest.mark.slow
-    def test_it_is_named(self, tmp_path):
+    def test_missing_extra_is_named(self, tmp_path):
         """Before a model is loaded, in a process that has imported none of them."""
         code = (
             "import sys\n"
@@ -596,7 +596,7 @@ class TestExtras:
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("load")
-    def test_a_chat_needs_none(self, capsys, picture, tmp_path, monkeypatch):
+    def test_chat_needs_no_extra(self, capsys, picture, tmp_path, monkeypatch):
         for module in (
             "matplotlib",
             "matplotlib.figure",
@@ -669,7 +669,7 @@ TYPOS = {
 }
 
 
-def test_a_typo_is_answered_before_torch_is_imported(tmp_path):
+def test_typo_raises_before_torch_is_imported(tmp_path):
     """In a process of its own: here torch and the registry are imported already."""
     code = (
         "import sys\n"
@@ -692,7 +692,7 @@ def test_a_typo_is_answered_before_torch_is_imported(tmp_path):
         assert expected in line, words
 
 
-def test_names_are_those_of_what_is_imported():
+def test_names_equal_registry():
     """Those by which a typo is found before anything is imported."""
     assert {*names.policies()} == {
         x for name in mmkv.list_policies() for x in (name, *registry.policy_class(name).aliases)
@@ -703,12 +703,12 @@ def test_names_are_those_of_what_is_imported():
     assert [*speed.RANDOM] == [*models.SHAPES]
 
 
-def test_a_model_that_is_misspelt_in_python_is_named_without_a_hub():
+def test_misspelt_model_raises_without_hub():
     with pytest.raises(ValueError, match=r"'SmolLM'.*Did you mean 'smollm2'"):
         chat.load("SmolLM")
 
 
-def test_a_printed_report_is_the_table_that_a_terminal_shows(text_model, monkeypatch):
+def test_printed_report_equals_terminal_table(text_model, monkeypatch):
     monkeypatch.setenv("COLUMNS", "90")
     with mmkv.wrapped(text_model, "snapkv", 0.5), torch.no_grad():
         out = text_model(**make_inputs("llama", (60,)), use_cache=True)

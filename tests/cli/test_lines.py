@@ -63,7 +63,7 @@ def test_two_turns_about_a_picture(loaded, terminal):
 
 
 @pytest.mark.slow
-def test_commands_change_what_is_used(loaded):
+def test_commands_change_settings(loaded):
     out, refused, conversation = talk(
         loaded,
         f"/image {example_pictures()[1]}",
@@ -85,7 +85,7 @@ def test_commands_change_what_is_used(loaded):
     assert conversation.turns == []
 
 
-def test_budgets_that_mean_something_else(loaded):
+def test_doubtful_budgets_print_a_note(loaded):
     out, refused, _ = talk(loaded, "/budget 1", "/policy full", "/budget 0.5")
     assert refused == 0
     assert out.splitlines() == [
@@ -108,7 +108,7 @@ def test_budgets_that_mean_something_else(loaded):
     ],
     ("/image nowhere.png", "nowhere.png"),
 )
-def test_a_refused_line_says_why_and_the_chat_goes_on(loaded, line, message):
+def test_refused_line_prints_reason_and_chat_continues(loaded, line, message):
     out, refused, conversation = talk(
         loaded, line, f"/image {example_pictures()[0]}", "Describe it."
     )
@@ -129,7 +129,7 @@ def test_an_unknown_command_is_named_before_the_help(loaded):
 
 
 @pytest.mark.slow
-def test_it_works_in_a_pipe(monkeypatch, capsys):
+def test_chat_works_in_a_pipe(monkeypatch, capsys):
     monkeypatch.setattr(chat, "load", lambda *args: picture_chat())
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n"))
     pictures = [word for path in example_pictures()[:2] for word in ("--image", path)]

@@ -113,7 +113,7 @@ def highest_of_three_clusters(values: list[float]) -> set[int]:
     st.integers(0, 12),
     st.integers(0, 1),
 )
-def test_fit_changes_the_clipped_wishes_least(wishes: list[float], total: int, floor: int) -> None:
+def test_fit_is_closest_to_clipped_sizes(wishes: list[float], total: int, floor: int) -> None:
     most = 4
     if not 3 * floor <= total:
         return
@@ -129,7 +129,7 @@ def test_fit_changes_the_clipped_wishes_least(wishes: list[float], total: int, f
     assert change(got) == pytest.approx(best, abs=1e-9)
 
 
-def test_fit_settles_ties_for_the_larger_wish_then_the_first_layer() -> None:
+def test_fit_breaks_ties_by_larger_size_then_first_layer() -> None:
     assert fit([2.5, 2.5, 2.5, 2.5], 10, max_size=9) == [3, 3, 2, 2]
     assert fit([0, 0, 1], 4, floor=1, max_size=2) == [1, 1, 2]
     assert fit([math.inf, 1, -math.inf], 11, max_size=10) == [10, 1, 0]
@@ -247,7 +247,7 @@ DEGENERATE = [
     [case[1:] for case in DEGENERATE],
     ids=[case[0] for case in DEGENERATE],
 )
-def test_degenerate_layers_mean_what_is_documented(given_layer, meant_layer):
+def test_degenerate_layers_are_as_documented(given_layer, meant_layer):
     others = [[4.0, 3, 2, 1], [1.0, 9, 1, 0.5]]
     got = torch.tensor([given_layer, *others], dtype=torch.float64)
     meant = torch.tensor([meant_layer, *others], dtype=torch.float64)
@@ -333,6 +333,6 @@ def test_adaptive_heads_takes_nan_as_nothing_and_inf_as_most() -> None:
         (lambda: of_row(pooled, -torch.ones(4, 10), 2), r"negative, got -1"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_numbers(call: Any, message: str) -> None:
+def test_invalid_arguments_raise(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()

@@ -39,7 +39,7 @@ def test_a_short_row_keeps_what_its_shrunk_window_attends_to(models, policy, poo
         assert kept == H * max(total, L * window)
 
 
-def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
+def test_budget_below_pinned_tokens_is_noted(text_model, caplog):
     """In the report, and in one line of the log for a prompt; nothing where more fits in."""
     with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():
         notes = generate(text_model, make_inputs("llama", (200, 40, 12)), new=3)[2].report().notes
@@ -66,7 +66,7 @@ def test_a_budget_too_small_for_what_must_stay_is_said(text_model, caplog):
         assert cache.report().notes[0] == text
 
 
-def test_generated_tokens_that_take_the_whole_budget_are_named(text_model):
+def test_generated_tokens_taking_the_whole_budget_are_noted(text_model):
     """A round of old generated tokens begins before a fifth of all holds the latest ones."""
     with mmkv.wrapped(text_model, "condense", 0.2, decode="rounds", latest=8, every=8, least=0):
         *_, cache, _ = generate(text_model, make_inputs("llama", (20,)), new=18)
@@ -222,7 +222,7 @@ def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengt
 
 
 @pytest.mark.slow
-def test_the_share_of_generated_tokens_is_the_budgets_where_more_had_to_be_kept(models):
+def test_generated_tokens_get_budget_share_despite_more_pinned(models):
     """A prompt of text alone, all of it protected: the answer to it is held by a fifth."""
     model, inputs = models("llava-llama"), make_inputs("llama", (30,))
     with mmkv.wrapped(model, "prefixkv", 0.2, protect="instruction", distance=5):

@@ -159,7 +159,7 @@ def test_bytes_after_an_interrupt(model, policy, when, chunk):
         ("condense", {"least": 0, "decode": "rounds", "every": 4, "latest": 3}),
     ],
 )
-def test_the_headline_is_what_is_held_of_the_prompt(model, policy, options):
+def test_headline_gives_kept_share_of_prompt(model, policy, options):
     """Pairs of tokens before the reply, groups among them, and beside them those of the reply."""
     inputs = make_inputs("llama", (60, 41))
     with mmkv.wrapped(model, policy, 0.3, **options):

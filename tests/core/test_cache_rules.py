@@ -14,12 +14,12 @@ class TestMasks:
     def view(self, block):
         return ForwardPass(valid=self.valid).view(block[None, None].expand(2, 1, -1, -1))
 
-    def test_a_causal_one_is_none(self):
+    def test_causal_mask_becomes_none(self):
         assert self.view(torch.ones(3, 3, dtype=torch.bool).tril()) is None
         logits = torch.zeros(3, 5).masked_fill(torch.ones(3, 5).triu(3) > 0, -torch.inf)
         assert self.view(logits) is None, "columns of earlier tokens stand before"
 
-    def test_one_in_which_all_see_all_is_kept_without_padding(self):
+    def test_bidirectional_mask_is_kept_without_padding(self):
         seen = self.view(torch.ones(3, 3, dtype=torch.bool))
         assert seen[0].all()
         assert seen[1, 0].tolist() == [[False] * 3, [False, True, True], [False, True, True]]
@@ -33,7 +33,7 @@ def test_keys_and_values_of_one_projection_are_counted_once():
     assert PromptKV(whole.clone(), whole, positions).nbytes == 2 * 48 * 4
 
 
-def test_chunks_of_a_prompt_count_by_their_tokens():
+def test_similarity_of_chunks_is_weighted_by_tokens():
     """The mean similarity of four tokens at 1, then of two at 4; nothing where there is none."""
     phase = Reading()
     phase.compare(0, torch.tensor([1.0, 9.0]), torch.tensor([4, 0]))

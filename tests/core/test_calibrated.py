@@ -31,7 +31,7 @@ class TestOwnProfile:
             _, _, cache, _ = generate(model, make_inputs("llama", (90,)), new=1)
         return [layer.kept[0] for layer in cache.report().layers]
 
-    def test_it_is_used_unless_sizes_are_chosen(self, loaded, tmp_path):
+    def test_own_profile_is_used_unless_sizes_are_chosen(self, loaded, tmp_path):
         found = self.kept(loaded)
         assert found == self.kept(loaded, profile=tmp_path / FILE)
         assert sum(map(sum, found)) == H * round(0.2 * L * 90)
@@ -44,7 +44,7 @@ class TestOwnProfile:
         assert {n for heads in self.kept(loaded, **snapkv) for n in heads} == {18}
         assert len({n for h in self.kept(loaded, **snapkv, heads="retrieval") for n in h}) > 2
 
-    def test_of_no_folder_of_another_shape_or_broken(self, loaded, tmp_path, monkeypatch):
+    def test_missing_unfitting_or_broken_own_profile(self, loaded, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         assert {n for heads in self.kept(make_model("llama")) for n in heads} == {18}
         profile_of(make_model("llama-mha")).save(tmp_path / FILE)
@@ -67,7 +67,7 @@ class TestEqualHeads:
         mmkv.unwrap(mmkv.wrap(model, policy, budget, **options))
         return [x.getMessage() for x in caplog.records if x.name == wrapping.__name__]
 
-    def test_once_a_policy_and_one_line(self, caplog, text_model):
+    def test_warning_is_one_line_once_a_policy(self, caplog, text_model):
         for policy in ("snapkv", "h2o"):
             (line,) = self.said(caplog, text_model, policy)
             assert line.startswith(f"{policy} gives all heads the same size")
@@ -77,7 +77,7 @@ class TestEqualHeads:
         assert self.said(caplog, text_model, "sparsemm")
         assert not self.said(caplog, text_model, "sparsemm")
 
-    def test_what_a_short_prompt_lacks_once_a_wrap(self, caplog, text_model):
+    def test_short_prompt_warns_once_a_wrap(self, caplog, text_model):
         for _ in range(2):
             caplog.clear()
             with mmkv.wrapped(text_model, "snapkv", 0.2):
@@ -97,12 +97,12 @@ class TestEqualHeads:
             ("sparsemm", 0.5, {}, "no profile of visual heads"),
         ],
     )
-    def test_where_it_is_said(self, caplog, text_model, policy, budget, options, text):
+    def test_warning_depends_on_policy(self, caplog, text_model, policy, budget, options, text):
         lines = self.said(caplog, text_model, policy, budget, **options)
         assert len(lines) == (text is not None)
         assert all(text in line for line in lines)
 
-    def test_not_where_sizes_were_measured(self, caplog, text_model, tmp_path):
+    def test_measured_sizes_give_no_warning(self, caplog, text_model, tmp_path):
         made = profile_of(text_model)
         assert not self.said(caplog, text_model, "snapkv", profile=made)
         layers = Profile((0.4, 0.5, 0.6), budget=0.5)
@@ -114,7 +114,7 @@ class TestEqualHeads:
         (tmp_path / FILE).write_text("{")
         assert not self.said(caplog, loaded, "snapkv")
 
-    def test_not_where_policies_are_compared(self, caplog, text_model):
+    def test_compared_policies_give_no_warning(self, caplog, text_model):
         (variant,) = parse_variants(["snapkv"])
         with variant.wrapped(text_model, 0.5):
             pass

@@ -51,7 +51,7 @@ class Model(LlamaForCausalLM):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of the old name, on releases with the new
 @pytest.mark.parametrize("name", NAMES)
-def test_a_turn_goes_on_under_each_name(name, text_model):
+def test_turn_continues_under_each_cache_name(name, text_model):
     more = torch.cat([INPUTS["input_ids"], make_inputs("llama", (20,), 1)["input_ids"]], dim=1)
     before = prefilled(text_model, INPUTS, "snapkv", 0.3)
     with mmkv.wrapped(text_model, "snapkv", 0.3):
@@ -69,7 +69,7 @@ def test_a_turn_goes_on_under_each_name(name, text_model):
 
 @pytest.mark.parametrize("policy", ["h2o", "xkv", "kvzip"])
 @pytest.mark.parametrize("part", [Decoder, Model])
-def test_a_model_of_others_knows_the_other_name_alone(part, policy):
+def test_foreign_model_with_one_cache_name(part, policy):
     """Each decoder is called by its own name, in passes that repeat a prompt too."""
     model = make_model("llama")
     with mmkv.wrapped(model, policy, 0.3, **short(policy)):
@@ -85,7 +85,7 @@ def test_a_model_of_others_knows_the_other_name_alone(part, policy):
 
 
 @pytest.mark.slow
-def test_what_we_call_ourselves_is_called_by_its_new_name(monkeypatch):
+def test_own_calls_use_the_new_cache_name(monkeypatch):
     """No warning that a user could do nothing about."""
     said: list[str] = []
     monkeypatch.setattr(generic.logger, "warning_once", lambda x, *_: said.append(x), raising=False)

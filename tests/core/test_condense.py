@@ -59,7 +59,7 @@ def test_the_report_counts_groups_apart(models):
     assert "groups" not in report.__rich__().columns
 
 
-def test_a_later_turn_groups_what_is_there(models):
+def test_later_turn_groups_kept_pairs(models):
     """Sums are kept: a token stays in a group or joins one, and none is lost."""
     model, inputs = models("llama"), make_inputs("llama", (90,))
     with mmkv.wrapped(model, "condense", 0.2, least=0), torch.no_grad():
@@ -110,7 +110,7 @@ def test_a_token_written_over_a_group_stands_for_itself(models):
             assert held.any()
 
 
-def test_a_later_score_is_told_what_groups_weigh(models):
+def test_later_score_gets_group_weights(models):
     """The layer's attention adds the logarithm of a group's weight, so its score does."""
     given = []
 
@@ -135,7 +135,7 @@ def test_a_later_score_is_told_what_groups_weigh(models):
         assert not bias[..., n:].any()
 
 
-def test_observers_ask_from_behind_the_prompt():
+def test_observers_are_rotated_behind_the_prompt():
     """Each query is turned to the next position: with one key for all, distances alone count."""
     model, inputs = make_model("llama"), make_inputs("llama", (50,))
     seen = []

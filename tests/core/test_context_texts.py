@@ -166,7 +166,7 @@ def test_one_reply_is_a_text_and_several_are_a_list(monkeypatch):
         assert [x.get("max_new_tokens") for x in given] == [256, None]
 
 
-def test_ids_and_plain_texts_go_on_as_they_are():
+def test_ids_and_plain_texts_continue_unchanged():
     model, tokenizer = tiny()
     words = tokenizer("One two three", return_tensors="pt").input_ids
     more = tokenizer(" four five", add_special_tokens=False, return_tensors="pt").input_ids
@@ -201,7 +201,7 @@ def words(template, begins):
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("writes", [True, False])
 @pytest.mark.parametrize("chats", [True, False])
-def test_a_prompt_begins_once_as_the_tokenizer_has_it(begins, writes, chats):
+def test_special_tokens_begin_a_prompt_once(begins, writes, chats):
     """With the one mark that begins a text, whether its template writes it or not."""
     first = "<s> " if writes and begins else ""
     template = first + "{% for m in messages %}user {{ m.content }} {% endfor %}" if chats else None
@@ -229,7 +229,7 @@ def test_a_prompt_begins_once_as_the_tokenizer_has_it(begins, writes, chats):
         (torch.tensor([[263, 264]]), "ids from 263 to 264: expected 0 to 263"),
     ],
 )
-def test_what_is_no_prompt_is_said(given, match):
+def test_invalid_prompts_raise(given, match):
     model, tokenizer = tiny()
     with mmkv.wrapped(model, "condense", 0.4):
         context = mmkv.read(model, "x", processor=tokenizer)
@@ -240,7 +240,7 @@ def test_what_is_no_prompt_is_said(given, match):
             mmkv.read(model, given, processor=tokenizer)
 
 
-def test_who_turns_texts_into_tokens_is_asked_for(tmp_path):
+def test_text_without_processor_raises(tmp_path):
     model, _ = tiny()
     with mmkv.wrapped(model, "condense", 0.4):
         context = mmkv.read(model, torch.tensor([5, 6, 7]))

@@ -76,7 +76,7 @@ def test_asking_equals_masking(models, variant):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_many_questions_at_once_are_one_by_one(models, policy):
+def test_questions_at_once_equal_one_by_one(models, policy):
     """The context stays as it is; a batch of questions of any length is each by itself."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70,))
     questions = [question(n, seed=n) for n in (4, 11, 7)]
@@ -128,7 +128,7 @@ def test_every_kind_of_model(name, tmp_path):
     ],
     "Qwen2_5_VLForConditionalGeneration",
 )
-def test_frames_are_read_on_as_if_all_had_been_given(name):
+def test_appended_frames_equal_all_frames(name):
     """At full budget: pictures, their grids and positions are those of the whole prompt."""
     model = zoo.model_of(name)
     frames = [zoo.prompt(model, (60,), seed=s, pictures=1) for s in (1, 2, 3)]
@@ -158,7 +158,7 @@ def test_frames_are_read_on_as_if_all_had_been_given(name):
         assert context.cache.lengths == [7 * 60]
 
 
-def test_older_releases_cannot_encode_frames_behind_a_context(monkeypatch):
+def test_older_releases_cannot_encode_frames_after_a_context(monkeypatch):
     model = zoo.model_of("Qwen2_5_VLForConditionalGeneration")
     with mmkv.wrapped(model, "condense", 25):
         context = mmkv.read(model, zoo.prompt(model, (60,), pictures=1))
@@ -179,7 +179,7 @@ def _behind(inputs, asked):
 
 
 @pytest.mark.parametrize("policy", ["condense", "h2o", "snapkv"])
-def test_reading_on_is_a_turn(models, policy):
+def test_append_equals_a_turn(models, policy):
     """`append` competes with what is held, as the next turn of a conversation does."""
     model, inputs = models("llama"), make_inputs("llama", (60, 41))
     more = question(20, rows=2)
@@ -226,7 +226,7 @@ def storage(context):
 
 @cases("kv_dtype", [None, "int8", "int4"], None, "int4")
 @cases("policy", POLICIES, "condense", "h2o", "snapkv")
-def test_saved_and_loaded_it_is_the_same(models, policy, kv_dtype, tmp_path):
+def test_loaded_context_equals_saved_one(models, policy, kv_dtype, tmp_path):
     """Bit for bit, and so are replies and what a later turn leaves."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70, 41))
     asked = question(8, rows=2)
@@ -591,7 +591,7 @@ def test_a_hostile_file_is_refused(models, read_file, name, tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "condense"])
-def test_hostile_masks_of_tokens_that_are_kept_or_in_groups_are_refused(models, policy, tmp_path):
+def test_hostile_masks_of_kept_or_grouped_tokens_raise(models, policy, tmp_path):
     model, path, n = models("llama"), tmp_path / "read", 0
     with mmkv.wrapped(model, policy, 0.4, **short(policy)):
         context = mmkv.read(model, make_inputs("llama", (40,)))
@@ -757,7 +757,7 @@ def test_a_model_told_to_use_no_cache_is_asked_with_one(models, monkeypatch):
         assert torch.equal(ask(mmkv.read(model, inputs), question(8))[0], wanted)
 
 
-def test_what_cannot_be_asked_is_said(models):
+def test_invalid_questions_raise(models):
     model, inputs = models("llama"), make_inputs("llama", (40, 30))
     with pytest.raises(ValueError, match="is not wrapped"):
         mmkv.read(model, inputs)

@@ -111,7 +111,7 @@ def test_the_score_is_the_worst_case_by_output_norms(size, sharp, monkeypatch) -
         assert not found[b, :, :pad].any()
 
 
-def test_where_heads_hold_different_tokens_they_are_rows() -> None:
+def test_heads_with_different_tokens_are_rows() -> None:
     """... each with its own padding; of a layer together are its norms, its bias and its best."""
     N, padding = 20, (0, 3)
     layer = random_layer(N, padding, 1.5, size=torch.tensor([30.0, 6.0]))

@@ -145,7 +145,7 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
 
 
 @cases("variant", [*READING], Variant("prefixkv"), Variant("condense"), ids=str)
-def test_a_prompt_makes_the_host_wait_where_heads_differ_and_no_more(there, gpu, variant):
+def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
     """Three times for masks; once for sizes by all layers; once or twice a layer for counts."""
     inputs, model = on_gpu(make_inputs("llama", ROWS["padded"])), there("llama")
     L = model.config.num_hidden_layers

@@ -204,7 +204,7 @@ class Pipeline:
         ((make_model("llama"), "processor"), r"model alone: model, processor = "),
     ],
 )
-def test_what_is_no_model_says_what_to_call(given, message):
+def test_non_model_raises_with_remedy(given, message):
     calls = (lambda x: mmkv.wrap(x, "h2o", 0.3), mmkv.unwrap, is_wrapped)
     for call in calls:
         with pytest.raises(ValueError, match=message) as error:
@@ -214,7 +214,7 @@ def test_what_is_no_model_says_what_to_call(given, message):
 
 @pytest.mark.parametrize("name", ["llama", "llava-llama"])
 @torch.no_grad()
-def test_a_wrapped_models_config_is_its_own_still(name):
+def test_config_changes_while_wrapped_take_effect_and_last(name):
     """What is set on the config while the model is wrapped has its effect, and outlasts it."""
     model, inputs = make_model(name), make_inputs(name, (60,))
     decoder, text = model.get_decoder(), model.config.get_text_config()
@@ -310,7 +310,7 @@ class TestPoliciesOfOtherPackages:
     }
 
     @pytest.mark.slow
-    def test_broken_ones_are_skipped_until_they_are_asked_for(self, install, run):
+    def test_broken_plugins_raise_when_requested(self, install, run):
         for kind, (code, _) in self.BROKEN.items():
             entry, module = f"mine-{kind} = acme_{kind}:Mine", {f"acme_{kind}": code}
             install(f"{kind}-policies", entry, **module)
@@ -347,7 +347,7 @@ class TestPoliciesOfOtherPackages:
         assert "'mine' is taken by one.Mine" in done.stderr
 
     @pytest.mark.slow
-    def test_a_good_one_asks_for_others_while_it_loads(self, install, run):
+    def test_plugin_may_list_policies_while_loading(self, install, run):
         """With two names, and registered by itself."""
         code = self.GOOD + "assert 'h2o' in mmkv.list_policies()\n"
         code = code.replace("@dataclass", "@mmkv.register_policy('mine')\n        @dataclass")
@@ -399,7 +399,7 @@ class TestBudgets:
             (Decimal("NaN"), "budget=NaN: a share"),
         ],
     )
-    def test_what_is_none(self, given, message, text_model):
+    def test_invalid_budgets_raise(self, given, message, text_model):
         with pytest.raises(ValueError, match=message):
             budgets.number(given)
         for policy in ("h2o", "full"):
@@ -447,7 +447,7 @@ class TestBudgets:
             ("plot", "--budget", "1", "--suite", "none"),
         ],
     )
-    def test_every_command_says_so(self, command, capsys):
+    def test_commands_warn_of_one_token_budget(self, command, capsys):
         said = commands.run(capsys, *command)[1]
         assert "mmkv: a budget of 1 is one token per layer and head; 1.0 or 100% keeps" in said
         assert "twice" not in said

@@ -87,7 +87,7 @@ def codes(block, other):
         ({"decode": "rounds"}, {}, "decode='rounds': rounds of generated tokens are scored"),
     ],
 )
-def test_what_is_not_captured(models, on_cpu, caplog, wrap, options, why):
+def test_uncapturable_setting_runs_plain_steps(models, on_cpu, caplog, wrap, options, why):
     model, inputs = models("llama"), make_inputs("llama", (60,))
     caplog.set_level(logging.INFO, "mmkv.attach.graph")
     with mmkv.wrapped(model, "snapkv", 0.5, **wrap, **short("snapkv")):

@@ -23,7 +23,7 @@ def some_leaders(B, H, T, share, seed=0):
 
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 300])
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9])
-def test_leaders_are_read_as_they_were_stored(T, share):
+def test_stored_leaders_are_read_back(T, share):
     leaders = some_leaders(2, 3, T, share, seed=T)
     index = GroupIndex.of(leaders)
     assert torch.equal(index.leaders(), leaders)
@@ -43,7 +43,7 @@ def test_few_leaders_between_a_token_and_its_own_need_few_bits(bits, n_ahead, n_
         assert GroupIndex.of(leaders[None, None]).planes.shape[2] == bits + more
 
 
-def test_nothing_in_groups_is_nothing():
+def test_no_groups_are_read_back():
     for shape in [(2, 3, 0), (1, 2, 20)]:
         leaders = torch.full(shape, -1)
         assert torch.equal(GroupIndex.of(leaders).leaders(), leaders)

@@ -64,7 +64,7 @@ def test_weights_equal_the_loop(softcap, together, monkeypatch):
                 assert float(found[b, h, m]) == pytest.approx(want, abs=1e-4)
 
 
-def test_what_no_query_reads_weighs_as_many_as_it_has():
+def test_unread_group_weighs_its_number_of_tokens():
     """Attention below the smallest number says nothing of a weight; nor does no query at all."""
     keys = torch.zeros(1, 1, 6, D)
     keys[..., 2:, 0] = -1000.0

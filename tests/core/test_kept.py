@@ -77,7 +77,7 @@ def test_keydiff_keeps_the_keys_least_like_their_mean(plain):
         assert kept[layer][h] == top([-float(u @ anchor / anchor.norm()) for u in unit], 20)
 
 
-def test_mixkv_keeps_what_is_read_long_or_unlike_the_others(plain):
+def test_mixkv_keeps_attended_long_and_dissimilar_tokens(plain):
     kept = plain.kept("mixkv", 24, window=WINDOW)
     for layer, h in HEADS:
         attention = window_scores(plain.group(layer, h), WINDOW, 5, "avg")
@@ -98,7 +98,7 @@ def test_mixkv_keeps_what_is_read_long_or_unlike_the_others(plain):
         assert kept[layer][h] == top(mixed, 24 - WINDOW) | LAST
 
 
-def test_sparsemm_gives_visual_heads_more_of_what_the_window_reads(plain):
+def test_sparsemm_gives_visual_heads_more_tokens(plain):
     """A head of the budget's mean b keeps rho * b, and its visual score's share of all the rest."""
     visual = ((0.3, 0.1), (0.2, 0.05), (0.05, 0.3))
     shape = adapters.shape(plain.model.config)
@@ -112,7 +112,7 @@ def test_sparsemm_gives_visual_heads_more_of_what_the_window_reads(plain):
         assert kept[layer][h] == top(scores, size) | LAST
 
 
-def test_vlcache_keeps_what_the_text_behind_the_picture_reads():
+def test_vlcache_keeps_tokens_read_by_text_after_picture():
     plain = Plain("llava-llama")
     kept = plain.kept("vlcache", 24)
     last = (plain.inputs["input_ids"][0] == IMAGE).nonzero()[-1].item()
@@ -189,7 +189,7 @@ def test_queries_of_earlier_chunks_observe_with_a_short_last_one(plain, last):
 
 
 @since("5.18")
-def test_pictures_that_see_all_of_themselves_are_read_in_chunks():
+def test_bidirectional_pictures_are_read_in_chunks():
     """Gemma 3: the last queries of a chunk saw tokens behind them, and observe as they did."""
     model = zoo.model_of("Gemma3ForConditionalGeneration")
     inputs = zoo.prompt(model, (27,), pictures=1)  # of which 3 to 18 are the picture's
@@ -210,7 +210,7 @@ def test_pictures_that_see_all_of_themselves_are_read_in_chunks():
         torch.testing.assert_close(cache.layers[i].state.retained, share)
 
 
-def test_rows_that_begin_behind_the_first_chunks_are_sized_as_ever(plain):
+def test_rows_after_first_chunks_keep_their_sizes(plain):
     """SqueezeAttention: of padding alone there is no similarity, and it weighs nothing."""
     inputs = make_inputs("llama", (90, 20))
     with mmkv.wrapped(plain.model, "squeeze", 0.3, least=0):
@@ -231,7 +231,7 @@ def test_rows_that_begin_behind_the_first_chunks_are_sized_as_ever(plain):
         ("h2o", {"sinks": 3}),
     ],
 )
-def test_the_reported_share_is_of_what_competed(plain, policy, options):
+def test_reported_share_counts_competing_tokens(plain, policy, options):
     """Of the importance of tokens that could go, over the heads of a layer."""
     cache = prefilled(plain.model, plain.inputs, policy, 24, **options)
     for layer, found in enumerate(cache.report().layers):

@@ -82,7 +82,7 @@ def test_lag_relative_equals_the_loop_on_each_row_alone(N: int, lag: int, skip: 
         assert not found[b, :, :p].any()
 
 
-def test_noise_of_a_row_is_what_it_is_alone():
+def test_noise_of_row_equals_row_alone():
     score, valid = Noise(seed=3), left_padded(40, PADDING)
     layer = inputs_of(torch.zeros(3, 4, 40, 1), valid, layer_idx=2)
     before = torch.random.get_rng_state()
@@ -94,7 +94,7 @@ def test_noise_of_a_row_is_what_it_is_alone():
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_noise_is_uniform_and_differs_in_all_that_it_depends_on():
+def test_noise_is_uniform_and_depends_on_seed_layer_and_head():
     key = torch.zeros(1, 2, 4096, 1)
     drawn = [
         Noise(seed=seed)(inputs_of(key, layer_idx=layer))[0, h]
@@ -115,7 +115,7 @@ def test_noise_is_uniform_and_differs_in_all_that_it_depends_on():
 
 
 @pytest.mark.parametrize("policy", ["knorm", "random", "keydiff", "lagkv"])
-def test_heads_that_are_rows_score_as_heads_side_by_side(policy):
+def test_heads_as_rows_score_as_heads(policy):
     """In a later turn: a row for each head."""
     key, query = random(2, 3, 12, 8), random(2, 6, 12, 8, seed=1)
     valid = torch.arange(12) >= torch.tensor([0, 4])[:, None]

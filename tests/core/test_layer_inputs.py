@@ -121,7 +121,7 @@ def test_positions_ahead_are_those_of_the_next_tokens(name):
     torch.testing.assert_close(sin, long.rotary.sin[:, -1:].float(), atol=1e-4, rtol=1e-4)
 
 
-def test_in_a_later_turn_heads_are_rows_and_old_keys_stay_turned():
+def test_later_turn_has_heads_as_rows_and_rotated_old_keys():
     model = zoo.make("LlamaForCausalLM")
     inputs = zoo.prompt(model, (60,))
     first = recorded(model, inputs)
@@ -144,7 +144,7 @@ def test_in_a_later_turn_heads_are_rows_and_old_keys_stay_turned():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [8, 6])
-def test_moved_is_turned_back_and_to_the_other_place(interleaved, rotated):
+def test_moved_rotates_back_and_to_new_positions(interleaved, rotated):
     """With a scale, as some models have, and dimensions that are not turned."""
     draw = torch.Generator().manual_seed(3)
     angle = torch.rand(2, 5, rotated // 2, generator=draw)

@@ -51,7 +51,7 @@ def test_the_floor_is_split_as_the_policy_splits(models, policy, options):
     assert all(map(torch.equal, held[0], wanted[0]))
 
 
-def test_a_short_prompt_is_as_without_us(models, monkeypatch):
+def test_short_prompt_equals_unwrapped_model(models, monkeypatch):
     """Condense's own default: 64 tokens are kept whole, without a score; of 65 one is gone."""
     model, scored = models("llama"), []
     importance = selection.importance
@@ -102,7 +102,7 @@ def states(output):
 
 
 @pytest.mark.parametrize("sinks", [0, 20])  # 20: of the shorter row more than its share
-def test_a_ratio_is_of_the_tokens_seen_where_that_is_more(models, sinks):
+def test_ratio_counts_where_it_exceeds_the_floor(models, sinks):
     """PrefixKV drops one token a step, down to 40 or to two fifths of all tokens seen."""
     model, inputs = models("llama"), make_inputs("llama", (60, 30))
     options = {"layers": "uniform", "distance": 0, "least": LEAST, "sinks": sinks}
@@ -140,7 +140,7 @@ def notes_of(model, lengths, budget, **options):
         return model(**make_inputs("llama", lengths)).past_key_values.report().notes
 
 
-def test_the_report_says_where_it_decides(models, caplog):
+def test_report_notes_where_floor_decides(models, caplog):
     model = models("llama")
     with caplog.at_level(logging.WARNING, logger=SAID):
         found = notes_of(model, (180, 33, 350), 0.2, window=32, least=64)
@@ -156,7 +156,7 @@ def test_the_report_says_where_it_decides(models, caplog):
     assert notes_of(model, (90,), 0.9, window=8, least=64) == []
 
 
-def test_what_measures_budgets_does_without():
+def test_evaluations_set_least_to_0():
     assert exact_share("condense") == {"least": 0}
     assert exact_share("snapkv") == exact_share("full") == {}
     names = ["condense", "condense:least=8", "snapkv"]

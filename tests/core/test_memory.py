@@ -73,14 +73,14 @@ def test_a_share_is_a_number_or_a_text(given, share):
         "1/0",
     ],
 )
-def test_what_is_no_share_says_what_is(given):
+def test_invalid_share_raises(given):
     with pytest.raises(
         ValueError, match=r"memory=.*expected a share .* such as 1/16, '6%' or '16x'"
     ):
         Memory.of(given)
 
 
-def test_what_a_share_of_sixteen_bits_buys():
+def test_share_of_16_bits_sets_tokens_and_type():
     """A pair of 128 numbers has 256 bytes, 136 in 8 bits and 72 in 4: two groups of 64 with a step
     and a lowest number. The first token's pair, its slot number and the mean come once."""
 
@@ -171,14 +171,14 @@ def test_a_full_share_is_the_plain_cache_and_a_full_cache_changes_its_type_alone
         ({"budget": 40, "kv_dtype": "int8"}, "kv_dtype='int8'"),
     ],
 )
-def test_what_it_decides_cannot_be_given_beside_it(text_model, options, named):
+def test_memory_with_budget_or_dtype_raises(text_model, options, named):
     with pytest.raises(
         ValueError, match=f"{named} is given beside it: take memory alone, or budget"
     ):
         mmkv.wrap(text_model, memory="6%", **options)
 
 
-def test_what_sizes_a_cache_by_itself_cannot_either(text_model):
+def test_memory_with_retention_or_profile_raises(text_model):
     with pytest.raises(ValueError, match=r"memory=0.06 and retention=0.9 both decide"):
         mmkv.wrap(text_model, "xkv", memory="6%", retention=0.9)
     profile = mmkv.Profile((0.3,) * L, budget=0.3)

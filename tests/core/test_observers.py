@@ -76,7 +76,7 @@ def test_equals_the_loop_on_each_row_alone(layout, dtype, stride):
 
 @pytest.mark.parametrize("stride", [1, 3])
 @pytest.mark.parametrize("padding", [0, 3])
-def test_what_came_before_is_observed_by_the_last_queries(padding: int, stride: int) -> None:
+def test_earlier_tokens_are_observed_by_last_queries(padding: int, stride: int) -> None:
     old, new, run = 21, 13, 8
     key, value = (random(1, 2, padding + old + new, 8, seed=seed) for seed in (1, 2))
     query, bias = random(1, 4, new, 8, seed=3), random(1, 2, padding + old + new, seed=4)
@@ -92,7 +92,7 @@ def test_what_came_before_is_observed_by_the_last_queries(padding: int, stride: 
 
 
 @pytest.mark.parametrize(("whole", "spread"), [(4, [0, 11]), (3, [0]), (1, []), (2, [0])])
-def test_some_observe_the_whole_prompt(whole: int, spread: list[int], monkeypatch) -> None:
+def test_whole_queries_observe_the_whole_prompt(whole: int, spread: list[int], monkeypatch) -> None:
     """Half of them the last ones, others evenly before; scaled by head, the larger counts."""
     monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 3 * 4 * 24 * 2)
     N, padding, run = 24, (0, 2, 17), 8
@@ -119,7 +119,7 @@ def test_some_observe_the_whole_prompt(whole: int, spread: list[int], monkeypatc
         assert not got[b, :, :pad].any()
 
 
-def test_padding_anywhere_holds_anything() -> None:
+def test_padding_may_hold_any_values() -> None:
     N = 40
     valid = torch.ones(2, N, dtype=torch.bool)
     valid[0, [0, 1, 9, 10, 33, 39]] = False
@@ -145,7 +145,7 @@ def test_a_token_alone_in_its_run_loses_nothing_and_equal_values_lose_nothing() 
 
 
 @pytest.mark.parametrize("logit", [3.0, 8.0, 15.0, 60.0])
-def test_what_has_nearly_all_attention_keeps_its_digits(logit: float) -> None:
+def test_token_with_nearly_all_attention_keeps_precision(logit: float) -> None:
     query = torch.ones(1, 1, 6, 2)
     key, value = random(1, 1, 6, 2, seed=1), random(1, 1, 6, 3, seed=2)
     key[0, 0, 4] = logit

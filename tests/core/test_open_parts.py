@@ -53,7 +53,7 @@ def score(folder, monkeypatch, registering):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_it_passes_the_oracles(models, score, variant):
+def test_documented_score_passes_the_oracles(models, score, variant):
     assert isinstance(mmkv.get_policy(variant.policy, **dict(variant.options)).score, score)
     oracles.test_eviction_equals_masking(models, variant, "padded")
     oracles.test_batch_equals_singles(models, variant)
@@ -69,7 +69,7 @@ def said_by(code, *words, path, cwd):
 
 
 @pytest.mark.slow
-def test_the_pages_command_runs_it(folder, tmp_path):
+def test_documented_command_runs(folder, tmp_path):
     """From the file, word for word; an installed package is found by its entry point."""
     line = re.search(r"^\.venv/bin/mmkv (eval .* --plugin .*)$", PAGE.read_text(), re.MULTILINE)
     assert line is not None

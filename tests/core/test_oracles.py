@@ -89,7 +89,7 @@ def test_budget_is_spent_exactly(models, variant):
         assert all(0 <= s <= n for s in sizes)
 
 
-def test_a_wrong_set_would_be_noticed(models):
+def test_masking_oracle_fails_on_wrong_set(models):
     """The oracle itself can fail: masking one kept token more changes the logits."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["one"])
     with mmkv.wrapped(model, "snapkv", 0.3, **short("snapkv")):
@@ -126,7 +126,7 @@ CHOSEN = [
 )
 @pytest.mark.parametrize("steps", [0, 1])
 @cases("variant", CHOSEN, "h2o", "condense", ids=str)
-def test_rows_are_chosen_with_all_they_have(models, variant, choose, rows, steps):
+def test_selected_rows_take_all_state_along(models, variant, choose, rows, steps):
     """Before the first step and after it."""
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     policy, options = variant.policy, options_of(variant)

@@ -15,7 +15,7 @@ from mmkv.builtin import example_pictures
 
 
 @pytest.mark.parametrize("size", [(40, 3), (7, 41), (30, 30), (333, 20)])
-def test_what_a_processor_makes_of_a_picture(monkeypatch, size):
+def test_predicted_size_equals_image_processor(monkeypatch, size):
     monkeypatch.setattr(picture, "_MAX_PIXELS", 0)
     shown = Image.new("RGB", size)
     grows = CLIPImageProcessor(size={"shortest_edge": 18}, do_center_crop=False)
@@ -98,7 +98,7 @@ def pixels_of(image: Image.Image) -> np.ndarray:
     )
 
 
-def test_the_view_is_the_models():
+def test_as_seen_equals_model_input():
     original = Image.open(example_pictures()[0]).convert("RGB").resize((300, 200))
     stretched = original.resize((96, 96), Image.Resampling.BICUBIC)
     cropped = original.crop((50, 0, 250, 200))
@@ -134,6 +134,6 @@ def test_png(tmp_path, layers):
         assert len(image.convert("RGB").getcolors(1 << 24) or ()) > 50
 
 
-def test_nothing_to_show(tmp_path):
+def test_no_compressed_layer_raises(tmp_path):
     with pytest.raises(ValueError, match="no compressed layer"):
         picture.save(tmp_path / "x.png", Image.new("RGB", (60, 60)), [], "title")

@@ -62,7 +62,7 @@ def test_the_score_is_the_attention_of_the_text_behind_the_picture(queries, soft
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("queries", [N, 9])
 @pytest.mark.parametrize("threshold", [0.01, 0.2])
-def test_density_counts_what_is_not_negligible(monkeypatch, queries, softcap, threshold):
+def test_density_counts_entries_above_threshold(monkeypatch, queries, softcap, threshold):
     monkeypatch.setattr(vlcache, "_BLOCK", 4)
     layer = random_layer(queries, softcap)
     found = vlcache.SparsityLayers(threshold=threshold).measure(layer)
@@ -77,7 +77,7 @@ def test_density_counts_what_is_not_negligible(monkeypatch, queries, softcap, th
 
 
 @pytest.mark.parametrize("chunk", [None, pytest.param(20, marks=since("5.23"))])
-def test_layers_keep_in_proportion_to_what_their_text_attends_to(chunk):
+def test_layer_sizes_are_proportional_to_density(chunk):
     model, inputs = make_model("llava-llama", "eager"), make_inputs("llava-llama", (80,))
     with torch.no_grad():
         attentions = model(**inputs, output_attentions=True, use_cache=False).attentions

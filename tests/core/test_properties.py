@@ -207,7 +207,7 @@ SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score.ranks]
 
 @pytest.mark.parametrize(("odd", "share"), [(math.nan, 0.3), (math.inf, 0.3), (-math.inf, 1.0)])
 @cases("policy", [x for x in SCORED if x != "full"], "prefixkv", "adakv", "h2o", "squeeze")
-def test_scores_that_are_no_numbers(policy, share, odd):
+def test_nan_scores(policy, share, odd):
     """Infinite scores: still the oracle and the budget. NaN is refused: it ranks nothing."""
     chosen, seen = mmkv.get_policy(policy, **short(policy)), []
 

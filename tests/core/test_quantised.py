@@ -160,7 +160,7 @@ def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
 
 
 @cases("kv_dtype, bits_each", [("int8", 8.5), ("int4", 4.5)], ("int4", 4.5))
-def test_bytes_fall_accordingly(kv_dtype, bits_each):
+def test_bytes_fall_with_bits(kv_dtype, bits_each):
     """8 or 4 bits a number and 2 x 16 a group of 64, the exact pairs, their slots and the mean."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 128}
@@ -294,9 +294,7 @@ def test_a_large_common_part_of_keys_costs_nothing(kv_dtype):
 @pytest.mark.parametrize(("D", "Dv"), WIDTHS)
 @pytest.mark.parametrize("kv_dtype", BITS)
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_codes_are_attended_to_as_the_numbers_they_are_read_as(
-    kv_dtype, D, Dv, softcap, monkeypatch
-):
+def test_attention_on_codes_equals_attention_on_read_pairs(kv_dtype, D, Dv, softcap, monkeypatch):
     """Each group with a range of its own, the mean in the logits if they are bounded; by rows."""
     pairs = [x[:, 6:] for x in some_pairs(D, Dv, torch.float64)]
     pairs[0] += 3.0
@@ -315,7 +313,7 @@ def test_codes_are_attended_to_as_the_numbers_they_are_read_as(
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("kv_dtype", BITS)
-def test_a_step_attends_to_the_pairs_that_are_read(kv_dtype, softcap):
+def test_step_attends_to_read_pairs(kv_dtype, softcap):
     """Keys have a common part, which a bound of the logits sees."""
     pairs = [x[:, 6:] for x in some_pairs(16, 16, torch.float64)]
     held = stored([x + 3.0 for x in pairs], kv_dtype, start=24).grown(8)
@@ -347,7 +345,7 @@ def test_the_rotation_is_orthonormal_and_spreads_one_channel(D):
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
-def test_rows_are_chosen_with_all_that_is_held_of_them(kv_dtype):
+def test_selected_rows_take_codes_and_window_along(kv_dtype):
     held, rows = stored(some_pairs(16, 16), kv_dtype), torch.tensor([2, 0, 2])
     for chosen, whole in zip(held.index_select(rows).read(), held.read(), strict=True):
         assert torch.equal(chosen, whole[rows])

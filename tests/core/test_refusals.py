@@ -114,7 +114,7 @@ def test_policies(policy, options, message):
     assert "\n" not in str(error.value)
 
 
-def test_what_is_allowed_beside_them():
+def test_allowed_options_are_accepted():
     assert mmkv.get_policy("snapkv", window=np.int64(8), recent=1).score.window == 8
     assert mmkv.get_policy("h2o", value="norm", decode="grow").score.value == "norm"
     built_in = [mmkv.get_policy(x) for x in mmkv.list_policies()]
@@ -195,7 +195,7 @@ def test_generates(text_model, kwargs, message):
         generate(text_model, inputs, new=3)  # and goes on working
 
 
-def test_tokens_that_have_to_be_fed_one_by_one(text_model):
+def test_several_tokens_under_dropping_decode_raise(text_model):
     with mmkv.wrapped(text_model, "h2o", 0.5), torch.no_grad():
         cache = text_model(**make_inputs("llama", (40,)), use_cache=True).past_key_values
         for n in (2, 3):
@@ -283,7 +283,7 @@ def test_scores(models, scores, message):
         generate(model, inputs, new=2)
 
 
-def test_scores_that_are_ranked_all_the_same(models):
+def test_infinite_and_nan_scores_are_ranked(models):
     """inf counts more than any finite score, -inf nothing; NaN is no fault of a score's own."""
 
     class Odd(Score):
@@ -302,7 +302,7 @@ def test_scores_that_are_ranked_all_the_same(models):
     assert prefilled(model, inputs, odd, 0.5).report().kept_fraction == 0.5
 
 
-def test_names_that_are_taken():
+def test_taken_names_raise():
     with pytest.raises(ValueError, match=r"'snapkv' is taken by mmkv\.policies\.snapkv\.SnapKV"):
         mmkv.register_policy("snapkv")(type("Other", (mmkv.Policy,), {}))
     with pytest.raises(TypeError, match="not a subclass"):

@@ -114,7 +114,7 @@ def best_of_all(scores, total, sinks=4):
 @pytest.mark.parametrize("name", ["llama", "llava-llama"])
 @pytest.mark.parametrize(("size", "asked"), [(2048, []), (19, [7, 8, 9])])
 @pytest.mark.parametrize("policy", ["kvzip", "kvzip-plus"])
-def test_what_is_kept_is_what_repeating_asks_for(policy, name, size, asked) -> None:
+def test_kept_tokens_are_those_read_by_repetition(policy, name, size, asked) -> None:
     """Pictures are repeated by the embeddings that the decoder was given."""
     model, inputs = make_model(name, "eager"), make_inputs(name, (60,))
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_a_later_turn_is_repeated_and_earlier_tokens_keep_their_scores() -> None
 
 
 @pytest.mark.parametrize("name", [x for x in zoo.NAMES if "Qwen2" in x and "VL" in x][:1])
-def test_positions_of_a_picture_go_on_behind_the_prompt(name) -> None:
+def test_repetition_positions_continue_after_prompt(name) -> None:
     """Three axes: moved alike, the first behind the largest."""
     model = zoo.model_of(name)
     inputs = zoo.inputs_of(model, "one")

@@ -57,7 +57,7 @@ def test_a_compressed_cache_is_never_larger_than_the_full_one(models, policy):
 
 
 @pytest.mark.parametrize("new", [4, 20])
-def test_no_slot_is_set_aside_for_a_token_that_will_not_come(models, new):
+def test_no_slot_is_reserved_beyond_the_last_token(models, new):
     model, inputs = models("llama"), make_inputs("llama", (400,))
     with mmkv.wrapped(model, "snapkv", 0.5):
         found = passes(model, inputs, new)
@@ -66,7 +66,7 @@ def test_no_slot_is_set_aside_for_a_token_that_will_not_come(models, new):
 
 
 @pytest.mark.parametrize("each", [1, 3, 40])
-def test_tokens_in_slots_that_are_added_are_held(models, each):
+def test_tokens_in_added_slots_are_kept(models, each):
     """One at a time or several, up to the last slot and beyond it."""
     model, inputs = models("llama"), make_inputs("llama", (60, 41))
     new = torch.randint(4, 100, (2, 120), generator=torch.Generator().manual_seed(1))
@@ -85,7 +85,7 @@ def test_tokens_in_slots_that_are_added_are_held(models, each):
 
 
 @pytest.mark.slow
-def test_a_constant_size_is_not_set_aside_before_it_is_needed(models):
+def test_constant_size_is_not_reserved_early(models):
     """A prompt far below a budget in tokens."""
     model, inputs = models("llama"), make_inputs("llama", (10,))
     for policy in ("streaming", "h2o"):

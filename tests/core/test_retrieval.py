@@ -124,7 +124,7 @@ def test_sizes_are_proportional_to_copy_scores(probed):
     assert len(probed) == 1
 
 
-def test_condense_goes_by_the_probe_and_a_profile_wins(probed):
+def test_condense_uses_probe_unless_profile_is_given(probed):
     model = make_model("llama")
     with mmkv.wrapped(model, budget=0.2):
         assert isinstance(heads_of(model), HeadsByWeight)
@@ -136,7 +136,7 @@ def test_condense_goes_by_the_probe_and_a_profile_wins(probed):
     assert len(probed) == 1, "nothing that keeps everything, and no other policy, is probed"
 
 
-def test_without_heads_that_copy_all_keep_as_much():
+def test_no_copying_heads_give_equal_sizes():
     model = make_model("llama")
     low = tuple(tuple(x / 10 for x in layer) for layer in SCORES)
     with mmkv.wrapped(model, budget=0.2, profile=profile_of(model, low)):
@@ -146,7 +146,7 @@ def test_without_heads_that_copy_all_keep_as_much():
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-def test_what_was_found_is_kept_by_the_weights(probed):
+def test_probe_result_is_saved_by_weights(probed):
     model = make_model("llama")
     for _ in range(2):
         with mmkv.wrapped(model, budget=0.2):
@@ -224,7 +224,7 @@ def test_the_probe_waits_until_the_model_can_run(probed, later):
     ],
     ids=["too small", "spread"],
 )
-def test_where_the_probe_cannot_run_heads_are_equal_and_it_is_said(caplog, change, said):
+def test_impossible_probe_gives_equal_heads_and_a_warning(caplog, change, said):
     change(model := make_model("llama"))
     with caplog.at_level(logging.WARNING), mmkv.wrapped(model, budget=0.2):
         assert heads_of(model).equal

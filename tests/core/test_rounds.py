@@ -70,7 +70,7 @@ def test_the_queries_of_generated_tokens_observe(models, monkeypatch):
         assert not torch.allclose(layer.query, want, atol=1e-2)
 
 
-def test_remembered_queries_count_and_go(models):
+def test_remembered_queries_are_counted_and_freed(models):
     model, inputs = models("llama"), make_inputs("llama", (70, 40))
     with mmkv.wrapped(model, "condense", 0.25, least=0, **ROUNDS):
         *_, cache, _ = generate(model, inputs, new=16)

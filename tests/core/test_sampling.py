@@ -56,7 +56,7 @@ def test_the_mean_of_the_first_requests_serves_the_others(budget):
     assert sum(n for (n,) in later) == total
 
 
-def test_what_is_reused_needs_no_first_pass(monkeypatch):
+def test_learned_sizes_need_no_first_pass(monkeypatch):
     model, passes = make_model("llama"), []
     model.model.layers[0].register_forward_hook(lambda *args: passes.append(1))
     with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
@@ -127,7 +127,7 @@ def test_beams_and_repeated_rows_are_one_request(more):
         assert model._mmkv.plan.sampling.known("") == 1
 
 
-def test_contexts_learn_and_keep_what_they_began_with(tmp_path):
+def test_contexts_keep_their_first_sizes(tmp_path):
     """Asking and reading on teach nothing; a file says what sizes the context goes on with."""
     model, path, question = make_model("llama"), tmp_path / "context", prompt(9, 30)
     with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
@@ -178,7 +178,7 @@ def test_tasks_are_learned_apart():
             pass
 
 
-def test_many_threads_learn_from_no_more_than_asked_for():
+def test_threads_learn_from_requested_number():
     """Each adds between another's look at the number and its own addition."""
     meeting = threading.Barrier(4)
 

@@ -205,7 +205,7 @@ MASKS = (MASK[..., 1:], MASK[:, :, 1:], MASK.expand(2, 4, -1, -1), MASK[:, 0], M
         ({"key": KEY[:, :, :10], "block": 9}, r"\(2, 4, 20, 8\) and \(2, 2, 10, 8\)"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_numbers(changed: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise(changed: dict[str, Any], message: str) -> None:
     windows = {*WINDOW, "weights"} & set(changed)
     if "block" not in changed:
         with pytest.raises(ValueError, match=message):

@@ -183,7 +183,7 @@ def spread():
         ("random", {}, "score='noise' looks at all"),
     ],
 )
-def test_what_compares_heads_is_refused(spread, policy, options, said):
+def test_policies_comparing_heads_raise(spread, policy, options, said):
     with pytest.raises(ValueError, match=f"{SPREAD}.*{said}.*device_map"):
         mmkv.wrap(spread, policy, 0.3, **options)
     mmkv.wrap(spread, policy, 1.0, **options)  # nothing is evicted
@@ -197,7 +197,7 @@ def test_sizes_of_a_profile_are_refused_and_equal_ones_are_not():
     mmkv.wrap(model, "condense", 0.2, heads="uniform")
 
 
-def test_a_score_of_somebody_else_says_itself_that_heads_are_apart(spread):
+def test_plugin_score_declares_by_head(spread):
     class Own(WindowAttention):
         by_head = False
 

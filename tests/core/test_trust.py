@@ -68,7 +68,7 @@ class TestOurAttentionRuns:
         with mmkv.wrapped(text_model, policy, 0.5, **short(policy)):  # and goes on within one
             text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
 
-    def test_one_layer_that_attends_by_itself_is_noticed(self, text_model):
+    def test_layer_bypassing_attention_raises(self, text_model):
         """The hand-over is checked at each layer, the last one included."""
         inputs = make_inputs("llama", (40,))
         for i in range(3):
@@ -100,7 +100,7 @@ class TestMasksOverThePast:
 
     @pytest.mark.parametrize("budget", [1.0, 0.5])
     @cases("policy", ["full", "snapkv", "prefixkv", "h2o", "streaming", "adakv"], "prefixkv", "h2o")
-    def test_a_chat_in_which_one_row_ended_early(self, models, policy, budget):
+    def test_chat_with_a_row_that_ended_early(self, models, policy, budget):
         """Each row of the second turn is what it is alone, without the other's pads."""
         model, inputs = models("llama"), make_inputs("llama", (60, 60))
         ended, total = 4, 12  # the second row says 4 words, then pads
@@ -170,7 +170,7 @@ class TestMasksOverThePast:
         expected = masked_logits(model, inputs, words, visible)
         torch.testing.assert_close(torch.stack(found), expected[: len(found)], atol=1e-4, rtol=0)
 
-    def test_h2o_counts_no_mass_for_hidden_tokens(self, models):
+    def test_h2o_scores_ignore_hidden_tokens(self, models):
         model, inputs = models("llama"), make_inputs("llama", (60,))
         with mmkv.wrapped(model, "h2o", 0.5), torch.no_grad():
             cache = model(**inputs, use_cache=True).past_key_values
@@ -201,7 +201,7 @@ class TestMasksOverThePast:
                 found = model(input_ids=new, attention_mask=mask, past_key_values=cache).logits
         torch.testing.assert_close(found, plain, atol=1e-4, rtol=0)
 
-    def test_tokens_that_are_gone_cannot_be_shown(self, models):
+    def test_mask_showing_dropped_tokens_raises(self, models):
         model, inputs = models("llama"), make_inputs("llama", (60, 41))
         with mmkv.wrapped(model, "snapkv", 0.5, window=6):
             cache = prefill(model, inputs).past_key_values

@@ -141,7 +141,7 @@ def test_turns_equal_masking(models, variant, rows):
     ("condense", {}),
     ids=str,
 )
-def test_a_row_that_lost_nothing_before_goes_on_as_alone(models, policy, decode):
+def test_row_kept_whole_continues_as_alone(models, policy, decode):
     """The first turn of row 0 is as long as the budget, and that of row 1 is longer."""
     model, inputs = models("llama"), make_inputs("llama", (40, 90))
     options = {"window": 6} if mmkv.get_policy(policy).window_size else {}
@@ -213,7 +213,7 @@ def test_several_tokens_without_generate_are_that_many_steps(models, policy, opt
         assert torch.equal(cache.kept(i), twin.kept(i))
 
 
-def test_a_row_that_has_not_begun_does_not_hold_others_back(models):
+def test_row_without_tokens_does_not_delay_others(models):
     """The second row begins in the third chunk."""
     model, inputs = models("llama"), make_inputs("llama", (60, 17))
     with mmkv.wrapped(model, "knorm", 0.5, evict_chunks=True):
@@ -261,7 +261,7 @@ def test_evicting_after_every_chunk_equals_singles(variant, kv_dtype):
                         assert torch.equal(mine[b, h][mine[b, h] >= 0], place)
 
 
-def test_what_was_read_is_known_as_it_was(models):
+def test_read_ids_are_copied(models):
     """Also where the caller's ids are written into afterwards."""
     model, ids = models("llama"), make_inputs("llama", (40,))["input_ids"]
     mine, turn = ids.clone(), torch.full((1, 5), 9)
@@ -275,7 +275,7 @@ def test_what_was_read_is_known_as_it_was(models):
 
 
 @pytest.mark.parametrize("how", ["generate", "chunks", "forward", "beams", "new tokens alone"])
-def test_another_prompt_behind_what_was_read_is_refused(models, how):
+def test_prompt_that_differs_from_read_tokens_raises(models, how):
     model, inputs = models("llama"), make_inputs("llama", (40, 23))
     options = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
     turn = torch.full((2, 5), 9)

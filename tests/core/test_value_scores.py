@@ -92,7 +92,7 @@ def test_residuals_equal_the_loop(Q: int, last: int, masked: bool, softcap: floa
     torch.testing.assert_close(found, naive_residuals(layer, last), atol=1e-6, rtol=1e-4)
 
 
-def test_nearly_all_attention_on_one_token_keeps_its_digits():
+def test_nearly_all_attention_on_one_token_keeps_precision():
     """1 - p is below float32's last digit: what the token gives is as large as its value."""
     query, key = torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2)
     query[..., 0], key[0, 0, 1, 0] = 10.0, 4.0
@@ -103,7 +103,7 @@ def test_nearly_all_attention_on_one_token_keeps_its_digits():
     assert float(found[0]) == pytest.approx((math.exp(-40) * 4) ** 2, rel=1e-3)
 
 
-def test_values_far_from_zero_keep_their_digits():
+def test_values_far_from_zero_keep_precision():
     """Only differences of values count."""
     layer = inputs()
     far = dataclasses.replace(layer, value=layer.value + 1000)
@@ -121,7 +121,7 @@ def norm_of(layer: LayerInputs, b: int, h: int, j: int, kind: str) -> float:
 
 @pytest.mark.parametrize("value", ["norm", "output", "residual"])
 @pytest.mark.parametrize("part", ["window", "accumulated"])
-def test_the_value_option_is_what_its_formula_says(part: str, value: Any):
+def test_value_option_equals_formula(part: str, value: Any):
     layer = inputs()
     if part == "window":
         options: dict[str, Any] = {"window": WINDOW, "kernel_size": 3, "pooling": "max"}
@@ -183,7 +183,7 @@ def test_critical_fills_half_of_the_budget_by_attention(size: int):
     assert torch.equal(WindowAttention(value="critical", **options)(whole), plain)
 
 
-def test_where_no_token_or_one_competes_all_scores_are_numbers():
+def test_scores_of_no_or_one_candidate_are_finite():
     layer = inputs()
     for value in ("output", "residual"):
         found = WindowAttention(window=N - 1, value=value, diversity=True)(layer)

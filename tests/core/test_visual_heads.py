@@ -76,7 +76,7 @@ def test_without_regions_every_image_token_counts():
         ({"input_ids": torch.full((1, 70), 7), "regions": None}, "sample 0 has no image tokens"),
     ],
 )
-def test_samples_that_say_nothing_of_pictures(change, why):
+def test_samples_without_pictures_raise(change, why):
     model, sample = make_model("llava-llama"), with_regions()
     sample = {**sample, **change}
     if "input_ids" in change:
@@ -105,7 +105,7 @@ def test_sizes_are_proportional_below_what_there_is(weights, share, most):
         assert all(n <= 1e-6 for n, w in zip(sizes, weights, strict=True) if w == 0)
 
 
-def test_without_a_profile_heads_are_equal_and_it_is_said(caplog, monkeypatch):
+def test_missing_profile_gives_equal_heads_and_a_note(caplog, monkeypatch):
     monkeypatch.setattr(wrapping, "_logged_policies", set())
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (60,))
     found = []

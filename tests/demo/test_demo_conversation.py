@@ -74,7 +74,7 @@ def generated(loaded, ids, pixels, **more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["h2o", "condense", "kvzip"])
-def test_two_turns_are_what_generate_gives(loaded, pictures, policy):
+def test_two_turns_equal_generate(loaded, pictures, policy):
     """Both sides, against plain calls of the wrapped and the unwrapped model."""
     options = {"window": 8} if "window" in mmkv.get_policy(policy).options() else {}
     talk = talking(loaded)
@@ -162,7 +162,7 @@ def test_a_share_of_bytes_sets_tokens_and_their_type(loaded, pictures):
 
 
 @pytest.mark.slow
-def test_a_cache_that_does_not_fit_is_left(loaded, pictures):
+def test_unfitting_cache_is_read_again(loaded, pictures):
     """A template that writes earlier answers otherwise than they were: they are read again."""
     processor = copy.deepcopy(loaded.processor)
     turn = "{{ m['role'] }}: {% for x in m['content'] %}{{ x.get('text', '<image>') | upper }}"
@@ -245,7 +245,7 @@ def test_draws_repeat_with_their_seed_and_are_equal_on_both_sides(loaded, pictur
     assert all(full == compressed for full, compressed in found)
 
 
-def test_stop_keeps_what_was_said_and_the_conversation_goes_on(loaded, pictures):
+def test_stop_keeps_text_and_conversation_continues(loaded, pictures):
     talk = talking(loaded)
     long = dataclasses.replace(SHORT, max_new_tokens=200, temperature=2.0)
     for turn in talk.ask(QUESTION, long, pictures[0]):
@@ -259,7 +259,7 @@ def test_stop_keeps_what_was_said_and_the_conversation_goes_on(loaded, pictures)
 
 
 @pytest.mark.slow
-def test_a_page_that_is_left_ends_its_answer_and_frees_what_it_held(loaded, pictures):
+def test_closed_page_stops_answer_and_frees_memory(loaded, pictures):
     talk = talking(loaded)
     last(talk.ask(QUESTION, SHORT, pictures[0]))
     caches = [weakref.ref(x.cache) for x in talk._sides]
@@ -313,7 +313,7 @@ def test_the_page_has_limits_of_its_own(page, question, settings, message):
         page.check_limits(question, settings)
 
 
-def test_a_picture_that_has_no_place_is_refused(loaded, pictures):
+def test_picture_without_placeholder_raises(loaded, pictures):
     processor = copy.deepcopy(loaded.processor)
     processor.chat_template = None
     talk = talking(dataclasses.replace(loaded, processor=processor))
@@ -328,7 +328,7 @@ def text_model(loaded):
     return chat.Loaded("tiny", model.eval(), tokenizer)
 
 
-def test_a_model_that_reads_text_alone(loaded, pictures):
+def test_text_model_gets_no_pictures(loaded, pictures):
     """No chat template: the questions are appended as they are; a picture is left out."""
     tiny = text_model(loaded)
     tiny.processor.chat_template = None
@@ -425,7 +425,7 @@ def test_models_are_known_by_their_last_part_and_loaded_once(loaded, tmp_path):
         models.get("/etc")
 
 
-def test_what_the_editor_sends(tmp_path):
+def test_editor_upload_is_read(tmp_path):
     """Nothing on an empty sheet, a stroke on a grey one; large ones shrink."""
     sheet = Image.new("RGBA", (2048, 1024))
     sheet.save(tmp_path / "sheet.png")

@@ -277,7 +277,7 @@ def test_a_drawing_is_part_of_the_question(page):
     assert shows_red(page)
 
 
-def test_what_goes_wrong_is_said_in_the_page(page, tmp_path):
+def test_errors_show_in_the_page(page, tmp_path):
     """And what comes right after it is answered: an uploaded picture, and a budget too small."""
     (tmp_path / "broken.png").write_text("no picture")
     page.all("#picture input[type=file]")[0].send_keys(str(tmp_path / "broken.png"))

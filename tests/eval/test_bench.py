@@ -49,7 +49,7 @@ def result(*found, batch=2):
 
 class TestNumbers:
     @pytest.mark.parametrize("n", [6, 7, 20, 101])
-    def test_intervals_hold_the_true_median_as_often_as_they_say(self, n):
+    def test_intervals_cover_median_as_often_as_stated(self, n):
         draw = np.random.default_rng(5)
         inside = 0
         for _ in range(400):
@@ -148,7 +148,7 @@ class TestPairs:
     @pytest.mark.parametrize(
         ("until", "rounds", "steps"), [(60.0, range(2, 40), None), (0, [1], 1)]
     )
-    def test_no_time_means_fewer_rounds_but_one(self, clocked, until, rounds, steps):
+    def test_no_time_left_runs_one_round(self, clocked, until, rounds, steps):
         found = clocked(new=21, rounds=50, until=until)[0].run()
         assert {len(r.prefill_s) for r in found.rows} <= set(rounds)
         assert len({len(r.step_s) for r in found.rows}) == 1
@@ -419,7 +419,7 @@ class TestKvpress:
             ("""sys.stdin.readline(); print('{"error": "no such model"}')""", "no such model"),
         ],
     )
-    def test_what_goes_wrong_there_is_said(self, model, tmp_path, body, why):
+    def test_failures_of_kvpress_are_noted(self, model, tmp_path, body, why):
         path = tmp_path / "python"
         path.write_text(f"#!{sys.executable}\nimport sys\n{body}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -199,7 +199,7 @@ class TestPrompts:
             ("p.jsonl", '{"prompt": "What?"}\n\n{"prompt": "No"}', ["What?", "No"]),
         ],
     )
-    def test_one_a_line_or_between_dashes(self, tmp_path, name, text, said):
+    def test_prompts_are_lines_or_blocks_between_dashes(self, tmp_path, name, text, said):
         assert [x.prompt for x in self.read(tmp_path, name, text)] == said
 
     def test_conversations_pass_the_template_whole(self, tmp_path):
@@ -237,7 +237,7 @@ class TestPrompts:
             self.read(tmp_path, name, text)
         assert "\n" not in str(error.value)
 
-    def test_shipped_ones_are_documents_and_a_request(self):
+    def test_shipped_prompts_are_documents_and_a_request(self):
         found = [x.prompt for x in load_suite("prompts", "documentation")]
         assert len(set(found)) == len(found) >= 4
         for text in found:
@@ -264,7 +264,7 @@ ASKED += ("--max-new-tokens", "6", "--device", "cpu", "--out", "a")
 
 
 class TestCommand:
-    def test_json_is_what_python_reports(self, folder):
+    def test_json_equals_python_report(self, folder):
         done = call("check", *ASKED, "--memory", "50%,10%", "--json", "--within", "0.4")
         assert done.exit_code == 0, done.output
         data = json.loads(done.stdout)
@@ -281,7 +281,7 @@ class TestCommand:
         assert data == expected
         assert len(read_rows(folder / "a" / "rows.jsonl")) == 3 * 5
 
-    def test_the_same_command_goes_on_and_a_tolerance_measures_nothing(self, folder, monkeypatch):
+    def test_same_command_resumes_and_other_tolerance_measures_nothing(self, folder, monkeypatch):
         """Rows in bytes are read back as such."""
         real, seen = measure.kept_by_row, []
 
@@ -320,7 +320,7 @@ class TestCommand:
         assert done.stderr.count("\n") == 1
 
 
-def test_the_commands_shares_are_those_of_python():
+def test_command_shares_equal_python():
     from mmkv.eval.check import MEMORY
 
     assert [*map(Memory.of, CHECKED.split(","))] == [*map(Memory.of, MEMORY)]

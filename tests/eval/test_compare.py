@@ -32,11 +32,11 @@ def front_of(points: dict[str, tuple[Any, Any]], cost: str, metric: str) -> list
         ("tokens_per_s", "ppl", ["f", "e", "c", "b"]),
     ],
 )
-def test_the_front_is_what_nothing_beats(cost, metric, expected):
+def test_front_rows_are_beaten_by_none(cost, metric, expected):
     assert front_of(SPREAD, cost, metric) == expected
 
 
-def test_what_was_not_measured_is_on_no_front():
+def test_unmeasured_rows_are_on_no_front():
     points = {"a": (1, None), "b": (None, 1.0), "c": (2, math.inf), "d": (3, 0.5)}
     assert front_of(points, "held_bytes", "score") == ["d"]
 
@@ -96,7 +96,7 @@ def test_rouge_stands_beside_the_divergence_where_replies_were_generated(tmp_pat
     )
 
 
-def test_a_folder_without_runs_is_said(tmp_path):
+def test_folder_without_runs_raises(tmp_path):
     with pytest.raises(RunError, match="no run here"):
         Comparison([tmp_path])
     write_run(tmp_path / "run", ROWS[:2], **SETTINGS | {"policies": {"full": {}}})
@@ -133,7 +133,7 @@ def test_runs_of_others_stand_beside_mine(tmp_path, folder):
         ({"task": None}, "row 2: field 'task"),
     ],
 )
-def test_what_is_no_row_is_refused(tmp_path, folder, change, message):
+def test_invalid_row_raises(tmp_path, folder, change, message):
     write_run(tmp_path / "bad", [ROWS[0], ROWS[1] | change, *ROWS[2:]], **SETTINGS)
     done = call("report", folder / "mmvet", tmp_path / "bad", "--out", tmp_path / "all")
     assert done.exit_code == 2
@@ -141,13 +141,13 @@ def test_what_is_no_row_is_refused(tmp_path, folder, change, message):
     assert not (tmp_path / "all").exists()
 
 
-def test_settings_that_are_none_are_refused(tmp_path):
+def test_invalid_settings_raise(tmp_path):
     bad = write_run(tmp_path / "bad", ROWS, **SETTINGS | {"budgets": "0.1"})
     with pytest.raises(RunError, match=r"run\.json: field 'settings\.budgets'"):
         Comparison([bad])
 
 
-def test_policies_that_a_model_cannot_have_are_left_out(capsys, monkeypatch):
+def test_unsupported_policies_are_left_out(capsys, monkeypatch):
     monkeypatch.setattr("mmkv.registry.list_policies", lambda: ["full", "snapkv"])
     model = make_model("llama")
     assert fitting(model, [0.5]) == ["full", "snapkv"]

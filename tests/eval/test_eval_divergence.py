@@ -65,13 +65,13 @@ def test_an_empty_answer_scores_nothing(model, inputs):
     assert scored.nll[0] == scored.nll[2] == 0.0
 
 
-def test_one_answer_a_row(model, inputs):
+def test_wrong_number_of_answers_raises(model, inputs):
     with pytest.raises(ValueError, match="2 answers for 3 prompts"):
         score_answers(model, inputs, [[4], [5]])
 
 
 @pytest.mark.parametrize("policy", ["full", "snapkv", "h2o", "prefixkv", "streaming"])
-def test_figures_are_what_their_definitions_say(model, inputs, policy):
+def test_figures_equal_definitions(model, inputs, policy):
     """Rows of several lengths at once, against each row alone by torch's own divergence."""
     full, _ = log_probabilities(model, inputs, REPLIES)
     assert [x.shape[0] for x in full] == [5, 1, 8]
@@ -96,7 +96,7 @@ def test_figures_are_what_their_definitions_say(model, inputs, policy):
         assert scored.same[b] == int((given.argmax(-1) == wanted.argmax(-1)).sum())
 
 
-def test_behind_a_context_all_tokens_are_compared(model, inputs):
+def test_after_a_context_all_tokens_are_compared(model, inputs):
     """Whole, a context's predictions are the prompt's; cut, they are others, the first one too."""
     full, _ = log_probabilities(model, inputs, REPLIES)
     before, question = (
@@ -175,9 +175,7 @@ def test_with_perplexity_the_figures_are_the_same(model, samples, tmp_path, monk
 
 
 @pytest.mark.slow
-def test_whether_a_reply_would_be_the_full_caches_is_known_without_generating_it(
-    model, samples, tmp_path, monkeypatch
-):
+def test_same_reply_is_known_without_generating_it(model, samples, tmp_path, monkeypatch):
     """The same first choices along the full cache's reply are that reply."""
     monkeypatch.setattr(model.generation_config, "suppress_tokens", None)
     budgets = {"budgets": [0.2, 1.0]}

@@ -74,7 +74,7 @@ def test_a_document_and_then_its_question(folder, task):
     assert len(set(asked)) == (1 if task == "summary" else 5)
 
 
-def test_a_quoted_word_is_none_that_is_repeated():
+def test_quoted_word_occurs_once():
     text = "people window bright people window bright lonely street street people"
     for seed in range(5):
         made = documents._question(text, "", 2, random.Random(seed))
@@ -97,7 +97,7 @@ def test_needles_lie_at_every_depth(folder):
     assert len({s.answers for s in samples}) == 5
 
 
-def test_a_sentence_ends_neither_at_a_title_nor_at_a_page():
+def test_sentence_does_not_end_at_title_or_page():
     text = 'She met Mrs. Dashwood there. He asked "Never?" [Op. Cit., p. 9] as did Mrs. Smith'
     assert documents._whole(text) == 'She met Mrs. Dashwood there. He asked "Never?"'
     assert documents._whole("It rained. " + "and " * 9) == "It rained. " + "and " * 9
@@ -111,7 +111,7 @@ def test_a_sentence_ends_neither_at_a_title_nor_at_a_page():
         ({"data": "nowhere"}, DataError, "nowhere: no such file"),
     ],
 )
-def test_what_cannot_be_is_said(folder, change, error, message):
+def test_invalid_requests_raise(folder, change, error, message):
     with pytest.raises(error, match=message):
         load_suite("documents", **{"data": folder} | change)
 
@@ -130,7 +130,7 @@ def texts(tmp_path):
 
 
 @pytest.mark.parametrize("count", [words, letters])
-def test_a_text_is_cut_by_tokens_between_words(texts, count):
+def test_cuts_lie_between_words_after_given_tokens(texts, count):
     samples = load_suite("continuation", texts, length=1000, count=count)
     assert [s.id for s in samples] == ["b.txt", "deep/a.md"]
     for sample in samples:
@@ -156,7 +156,7 @@ def test_a_limit_and_one_file(texts):
         ("c.bin", "not a text file in UTF-8"),
     ],
 )
-def test_what_is_no_text_is_said(texts, name, message):
+def test_invalid_text_raises(texts, name, message):
     with pytest.raises(DataError, match=message):
         load_suite("continuation", texts / name)
 

@@ -87,7 +87,7 @@ def test_every_suite_has_questions_apart(suite):
         assert sample.images or len(sample.asked) < len(sample.prompt) / 2
 
 
-def test_what_cannot_be_hidden_is_said(model, samples, tmp_path):
+def test_hiding_without_question_raises(model, samples, tmp_path):
     bare = [replace(s, question="") for s in samples]
     rows = run(model, bare, tmp_path, ["snapkv:question=hidden"], 0.5)
     errors = [r["error"] for r in rows if r["policy"] != "full"]

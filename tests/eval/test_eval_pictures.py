@@ -68,7 +68,7 @@ def test_pictures_may_lie_beside_the_file_or_in_a_given_folder(folder):
         (said("a \ud800"), r"field 'value': has invalid characters"),
     ],
 )
-def test_description_names_file_entry_and_field(folder, entry, message):
+def test_description_error_names_file_entry_and_field(folder, entry, message):
     path = write(folder / "data.json", [description(), entry])
     with pytest.raises(DataError, match=message) as caught:
         load_suite("description", path)
@@ -77,12 +77,12 @@ def test_description_names_file_entry_and_field(folder, entry, message):
 
 @pytest.mark.parametrize("content", [{}, [], "text", 3])
 @pytest.mark.parametrize("suite", ["description", "mmvet"])
-def test_a_file_of_another_shape_is_refused(folder, suite, content):
+def test_file_of_wrong_shape_raises(folder, suite, content):
     with pytest.raises(DataError, match=r"data\.json: expected"):
         load_suite(suite, write(folder / "data.json", content))
 
 
-def test_missing_and_doubtful_files_are_refused(folder, monkeypatch):
+def test_missing_or_ambiguous_file_raises(folder, monkeypatch):
     with pytest.raises(DataError, match="no such file"):
         load_suite("description", folder / "nothing.json")
     with pytest.raises(DataError, match="found 0"):
@@ -149,7 +149,7 @@ def test_mmvet_reads_both_published_shapes(folder):
         ({"capability": ["ocr", 1]}, r"field 'capability': item 1: expected text"),
     ],
 )
-def test_mmvet_names_file_entry_and_field(folder, change, message):
+def test_mmvet_error_names_file_entry_and_field(folder, change, message):
     entry = {"imagename": "a.png", "question": "What?", "answer": "two", "capability": ["ocr"]}
     path = write(folder / "mm-vet.json", {"v1_0": entry | change})
     with pytest.raises(DataError, match=r"mm-vet\.json: " + ".*" + message):

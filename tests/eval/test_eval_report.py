@@ -53,7 +53,7 @@ def report(tmp_path):
     return Report(write_run(tmp_path / "run", ROWS))
 
 
-def test_figures_worked_out_by_hand(report):
+def test_figures_equal_hand_computed_ones(report):
     full, h2o, prefix = (report.figures(p, 0.1) for p in ("full", "h2o", "prefixkv"))
     assert full.ppl == pytest.approx(math.exp(6 / 6))
     assert h2o.ppl == pytest.approx(math.exp(15 / 6))
@@ -85,14 +85,14 @@ def test_main_table_is_in_the_papers_layout(report):
     assert "n = 2, float16 on x" in notes
 
 
-def test_a_task_that_the_full_cache_cannot_do_is_named(report, tmp_path):
+def test_task_failed_by_full_cache_is_named(report, tmp_path):
     nothing = "The full cache scores 0: the model cannot do this task, so scores tell nothing"
     assert nothing not in "\n".join(report.notes())
     rows = [x | {"score": 0.0} if "score" in x else x for x in ROWS]
     assert nothing in "\n".join(Report(write_run(tmp_path / "other", rows)).notes())
 
 
-def test_by_capability(report):
+def test_scores_by_capability(report):
     (table,) = [t for t in report.tables() if t.corner == "tag"]
     assert table.columns == ["ocr", "math"]
     assert table.rows == [
@@ -131,7 +131,7 @@ def test_files(report, tmp_path):
     assert lines[1]["held_bytes"] == ""
 
 
-def test_an_unfinished_run_says_so(tmp_path):
+def test_unfinished_run_is_noted(tmp_path):
     report = Report(write_run(tmp_path / "a", ROWS[:3]))
     assert "Not finished: 3 of 6 rows." in report.notes()
     with pytest.raises(RunError, match="no finished row"):
@@ -182,9 +182,7 @@ def call(*arguments: Any) -> Any:
         (["report", "missing"], "no run here"),
     ],
 )
-def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
-    arguments, message, monkeypatch, tmp_path
-):
+def test_wrong_arguments_raise_before_model_loads(arguments, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").write_text("\n")
     monkeypatch.setattr("mmkv.chat.load", lambda *_, **__: pytest.fail("loaded"))
@@ -264,7 +262,7 @@ def test_a_run_without_figures_is_reported_without_a_drawing(tmp_path):
     assert "no metric was measured" in done.stderr
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path, monkeypatch):
+def test_ctrl_c_prints_how_to_resume(tmp_path, monkeypatch):
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 

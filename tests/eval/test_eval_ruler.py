@@ -84,7 +84,7 @@ def test_prompts_are_as_long_as_asked(haystack, task, length, count):
         ("niah_multiquery", 4, 1, 4),
     ],
 )
-def test_needles_are_those_of_the_keys_asked_for(haystack, task, keys, values, asked):
+def test_needle_answers_belong_to_asked_keys(haystack, task, keys, values, asked):
     depths = []
     for sample in samples_of(haystack, task):
         context = sample.prompt.removesuffix(sample.question)
@@ -105,7 +105,7 @@ def test_needles_are_those_of_the_keys_asked_for(haystack, task, keys, values, a
     assert max(depths) > 0.6
 
 
-def test_variables_are_those_that_the_chain_gives_the_value(haystack):
+def test_variable_answers_follow_the_chain(haystack):
     for sample in samples_of(haystack, "vt"):
         known = {}
         for name, other, value in re.findall(r"VAR (\w+) = (?:VAR (\w+)|(\d+))\.", sample.prompt):
@@ -172,7 +172,7 @@ def test_several_questions_on_one_drawing():
         load_suite("needle", questions=2)
 
 
-def test_what_cannot_be_made_is_said(haystack, tmp_path):
+def test_impossible_requests_raise(haystack, tmp_path):
     with pytest.raises(ValueError, match=r"unknown task 'niah'\. Did you mean"):
         samples_of(haystack, "niah")
     with pytest.raises(ValueError, match="length=300: too short for the task cwe") as short:

@@ -143,7 +143,7 @@ def test_replies_are_scored_as_the_sample_asks(model, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("whole_lines", [0, 8])
-def test_a_torn_run_goes_on_to_the_same_rows(model, tokenizer, tmp_path, whole_lines):
+def test_interrupted_run_resumes_to_same_rows(model, tokenizer, tmp_path, whole_lines):
     """Killed while it wrote its first row, or the second one of a batch."""
     asked = {"policies": ["full", "snapkv"], "metrics": ["ppl"], "budgets": [0.5]}
     whole = run(model, tokenizer, tmp_path / "whole", **asked)
@@ -156,7 +156,7 @@ def test_a_torn_run_goes_on_to_the_same_rows(model, tokenizer, tmp_path, whole_l
     assert read_rows(path)[:whole_lines] == [json.loads(line) for line in lines[:whole_lines]]
 
 
-def test_a_stop_keeps_what_was_finished(model, tokenizer, tmp_path, monkeypatch):
+def test_stop_keeps_finished_rows(model, tokenizer, tmp_path, monkeypatch):
     calls, real = [], runner.measure
 
     def stop_later(*args):
@@ -216,7 +216,7 @@ def test_other_weights_in_the_same_folder_are_refused(model, tokenizer, tmp_path
     run(model, tokenizer, tmp_path, **asked)
 
 
-def test_everything_of_a_sample_tells_it_apart(tmp_path):
+def test_sample_digest_covers_every_field(tmp_path):
     path, more = tmp_path / "a.png", {"question": "w9", "metric": None, "chat": True}
     more |= {"max_new_tokens": 2, "first_line": True, "classes": ("w5",)}
     black, white = (Image.new("RGB", (8, 8), color) for color in ("black", "white"))
@@ -255,7 +255,7 @@ def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp
             assert row["nll"] == pytest.approx(other["nll"], rel=1e-4)
 
 
-def test_bad_arguments(model, tokenizer, tmp_path):
+def test_wrong_arguments_raise(model, tokenizer, tmp_path):
     for message, asked in {
         "unknown policy 'snapkx'": {"policies": ["snapkx"]},
         "metric 'bleu'": {"metrics": ["bleu"]},

@@ -85,7 +85,7 @@ def test_longbench_tasks_take_turns_and_can_be_selected(tmp_path):
         (longbench_entry(dataset="lcc"), r"line 2: field 'dataset': expected 'qasper'"),
     ],
 )
-def test_longbench_names_file_line_and_field(tmp_path, entry, message):
+def test_longbench_error_names_file_line_and_field(tmp_path, entry, message):
     path = write_lines(tmp_path / "qasper.jsonl", longbench_entry(), entry)
     with pytest.raises(DataError, match=rf"qasper\.jsonl: {message}"):
         load_suite("longbench", path)
@@ -214,10 +214,10 @@ class TestWhatTheModelReads:
             ("nonsense", "smollm2", None),
         ],
     )
-    def test_the_default(self, suite, model, data):
+    def test_default_data(self, suite, model, data):
         assert registry.default_data(suite, model) == data
 
-    def test_those_before_the_first_are_left_out(self):
+    def test_samples_before_first_are_left_out(self):
         (last,) = load_suite("mmvet", first=2, limit=3)
         assert last == load_suite("mmvet", limit=3)[2]
         assert load_suite("mmvet", first=3, limit=3) == []

@@ -39,7 +39,7 @@ def of(sizes, policy, budget=0.2, load=LOAD, card="h100", **options):
         ("condense", "llama", "int4"),
     ],
 )
-def test_a_caches_bytes_are_those_of_a_real_one(policy, name, kv_dtype):
+def test_planned_bytes_equal_real_cache(policy, name, kv_dtype):
     """But for spare slots, and what groups are told by."""
     model = make_model(name)
     inputs = make_inputs(name, (60, 60))
@@ -85,7 +85,7 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     assert plain < padded < 1.15 * plain
 
 
-def test_the_default_prompt_is_one_that_the_model_reads(capsys):
+def test_default_prompt_fits_the_model(capsys):
     for words, tokens in (
         (("smollm2",), "4,096 + 256"),
         (("smollm2", "--new", 6000), "2,192 + 6,000"),
@@ -109,7 +109,7 @@ def test_the_default_prompt_is_one_that_the_model_reads(capsys):
         ("h2o", 0.2, {"least": 64}),
     ],
 )
-def test_a_real_cache_holds_as_many_tokens_after_every_step(name, budget, options):
+def test_planned_tokens_equal_real_cache_after_each_step(name, budget, options):
     """Tokens of a layer, per head."""
     policy = mmkv.get_policy(name, **options, **({"window": 8} if name == "snapkv" else {}))
     model, sizes = make_model("llama"), []
@@ -123,12 +123,12 @@ def test_a_real_cache_holds_as_many_tokens_after_every_step(name, budget, option
     assert sizes == pytest.approx(wanted, abs=0.5)  # each row's size is rounded
 
 
-def test_a_budget_that_wrap_refuses_is_refused(small):
+def test_budget_invalid_for_wrap_raises(small):
     with pytest.raises(ValueError, match="budget=10 is below the 32 tokens that 'snapkv'"):
         of(small, "snapkv", 10)
 
 
-def test_papers_batches():
+def test_paper_batches_fit():
     """Mistral-7B on A100s of 40 GB, 512 + 1,024 tokens (SqueezeAttention, table 3)."""
     mistral = "llama", (4096, 14336, 32, 32, 8, 32000, 32768)
     sizes = Sizes.of(make(mistral, "meta", "bfloat16"))
@@ -138,7 +138,7 @@ def test_papers_batches():
     assert of(sizes, "squeeze", load=loads[128], card="a100-40").largest_batch >= 128
 
 
-def test_times_are_the_cards(small):
+def test_times_follow_the_card(small):
     one = of(small, "full", load=Load(batch=1, prompt=8, new=1))
     assert one.token_s == pytest.approx(small.read(1) / 3.35e12, rel=0.01)
     # 2 operations a weight and token, and 4 a pair of query and key.
@@ -160,7 +160,7 @@ def test_times_are_the_cards(small):
         "Gemma4ForConditionalGeneration",
     ],
 )
-def test_a_prefills_arithmetic_is_at_most_what_is_counted(name):
+def test_prefill_arithmetic_is_at_most_counted(name):
     """But for norms and half of attention's pairs; the head reads the last token alone."""
     model, card = zoo.make(name, "eager"), CARDS["h100"]._replace(bandwidth=1e30)
     model.set_experts_implementation("eager")
@@ -171,7 +171,7 @@ def test_a_prefills_arithmetic_is_at_most_what_is_counted(name):
     assert 0.95 < bound.prefill_s * card.flops / counter.get_total_flops() < 1
 
 
-def test_a_step_reads_the_experts_that_its_tokens_pass():
+def test_step_reads_only_used_experts():
     sizes = Sizes.of(zoo.make("MixtralForCausalLM").to("meta"))
     always = sizes.body + sizes.head
     # Each token passes two of four experts.
@@ -189,7 +189,7 @@ def test_fewer_bits_and_one_layer_at_a_time(small):
 
 
 @pytest.mark.slow
-def test_the_command(capsys, monkeypatch):
+def test_plan_command(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for model in ("llava-1.5-7b-random", "smollm2-vision"):
         shown, _, code = run(capsys, "plan", model, "--batch", 2, "--policy", "snapkv")
@@ -206,7 +206,7 @@ def test_the_command(capsys, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", zoo.OWN_DECODER)
-def test_of_every_decoder(name):
+def test_plan_of_every_decoder(name):
     """What a plain cache holds after a prompt, layers with windows included."""
     model = zoo.model_of(name)
     inputs = zoo.inputs_of(model, "one")
@@ -225,7 +225,7 @@ def test_of_every_decoder(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "said"), [(4096, ""), (5000, "beyond the 4,096 positions")])
-def test_more_tokens_than_a_model_reads_are_said(capsys, prompt, said):
+def test_tokens_beyond_model_length_are_noted(capsys, prompt, said):
     words = ("plan", "llava-1.5-7b-random", "--prompt", prompt - 256, "--new", 256)
     _, told, code = run(capsys, *words)
     assert (code, bool(told)) == (0, bool(said))

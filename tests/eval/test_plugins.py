@@ -53,7 +53,7 @@ def test_a_policy_from_a_file(tmp_path, plugin):
         plugin_arguments("mine", 0.3, None, {"plugin": "mine"})
 
 
-def test_the_model_of_lmms_eval_takes_a_policys_arguments(plugin):
+def test_lmms_model_accepts_policy_arguments(plugin):
     model = plugin.MMKV(policy="snapkv", budget="0.3", window="6", device="cpu", batch_size="2")
     plan = model.model._mmkv.plan
     assert (plan.policy.name, plan.policy.score.window, plan.budget) == ("snapkv", 6, 0.3)
@@ -63,7 +63,7 @@ def test_the_model_of_lmms_eval_takes_a_policys_arguments(plugin):
         plugin.MMKV(policy="snapkv", windw=3)
 
 
-def test_stops(plugin):
+def test_text_is_cut_at_stop_strings(plugin):
     assert plugin.cut("one two\n\nthree", ["\n\n", "two"]) == "one"
     assert plugin.cut(" one ", ()) == "one"
 

@@ -46,7 +46,7 @@ def test_the_cache_is_that_of_a_pass_of_its_own(variant):
 
 
 @pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "LlavaForConditionalGeneration"])
-def test_layers_that_are_left_alone_and_pictures(name):
+def test_replay_with_sliding_layers_and_pictures(name):
     model = zoo.make(name)
     inputs = zoo.prompt(model, (90,))
     own, replayed = compared(model, inputs, "condense", 0.3, {"least": 0})

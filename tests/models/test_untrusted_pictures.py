@@ -76,7 +76,7 @@ READERS = {"chat": untrusted.read_named_picture, "eval": samples.read_image, "de
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_that_is_none(tmp_path, monkeypatch, name, reader):
+def test_invalid_picture_raises(tmp_path, monkeypatch, name, reader):
     monkeypatch.setattr(subprocess, "Popen", pytest.fail)  # no other program sees it
     path = tmp_path / name
     path.write_bytes(PICTURES[name])
@@ -86,7 +86,7 @@ def test_a_picture_that_is_none(tmp_path, monkeypatch, name, reader):
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_cut_picture_where_another_package_allows_them(tmp_path, monkeypatch, reader):
+def test_cut_picture_raises_despite_lenient_pillow(tmp_path, monkeypatch, reader):
     """lmms-eval turns Pillow's switch on for its whole process: it stays on, but not for ours."""
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     path = tmp_path / "cut.png"
@@ -127,7 +127,7 @@ def test_pictures_with_flipped_bytes(tmp_path, reader):
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_an_animation_costs_one_frame(tmp_path, reader):
+def test_animation_decodes_one_frame(tmp_path, reader):
     frames = [Image.new("P", (64, 64), i % 256) for i in range(500)]
     frames[0].save(tmp_path / "long.gif", save_all=True, append_images=frames[1:], duration=1)
     with bounded():
@@ -136,12 +136,12 @@ def test_an_animation_costs_one_frame(tmp_path, reader):
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev", "/proc/self/mem", "missing.png"])
-def test_what_is_no_file_is_no_picture(reader, path):
+def test_path_without_file_raises(reader, path):
     with bounded(), pytest.raises(ValueError, match=re.escape(Path(path).name)):
         READERS[reader](path)
 
 
-def test_an_upload_beyond_the_limit(tmp_path):
+def test_oversized_upload_raises(tmp_path):
     """More than 20 MiB: refused by its size, before it is opened."""
     pytest.importorskip("rouge_score")
     from mmkv.demo import conversation
@@ -156,7 +156,7 @@ def test_an_upload_beyond_the_limit(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_server_takes_no_upload_beyond_the_limit():
+def test_server_refuses_oversized_upload():
     """It stops reading there: nothing of it reaches the page or stays on the disk."""
     pytest.importorskip("gradio", reason="the demo needs gradio: pip install 'mmkv[demo]'")
     from mmkv.demo.server import serving
@@ -182,7 +182,7 @@ def test_the_server_takes_no_upload_beyond_the_limit():
     assert not folder.exists()
 
 
-def test_bytes_are_read_as_a_file_is():
+def test_bytes_are_read_like_files():
     raw = saved("PNG")
     assert untrusted.read_picture(raw, untrusted.upright).size == (24, 16)
     with pytest.raises(untrusted.PictureError, match="larger"):

@@ -69,7 +69,7 @@ def test_no_heldout_scene_is_a_training_scene():
         ("Nothing.", (0, 3)),
     ],
 )
-def test_descriptions_are_scored_by_all_they_say(text, right):
+def test_description_score_counts_every_statement(text, right):
     assert drawings.score_description(text, SCENE) == right
 
 
@@ -90,7 +90,7 @@ def test_answers_follow_from_the_scene():
     assert {x: told[x] for x in expected} == expected
 
 
-def test_which_picture_shows_a_thing_that_no_other_does():
+def test_find_question_object_is_in_one_picture():
     scenes = [drawings.make_scene(i) for i in range(4)]
     for seed in range(20):
         asked = drawings.find_question(scenes, random.Random(seed), 2)
@@ -109,7 +109,7 @@ def test_example_pictures_are_heldout_scenes():
 
 
 @pytest.mark.slow
-def test_image_tokens_spell_what_their_cell_shows(text):
+def test_image_tokens_spell_their_cells(text):
     speller = train.Speller(text[1])
     ids, known = speller.ids(SCENE).view(12, 12), set(speller.all_ids().tolist())
     cells = {
@@ -128,7 +128,7 @@ def test_image_tokens_spell_what_their_cell_shows(text):
 
 
 @pytest.mark.slow
-def test_rows_are_what_the_chat_template_and_the_image_processor_give(text, untrained):
+def test_training_rows_equal_template_and_processor(text, untrained):
     processor = untrained[1]
     rows = train.Rows(processor.tokenizer, [], 0)
     row = rows._encode(f"<|im_start|>{train._SYSTEM}<|im_end|>\n")
@@ -151,7 +151,7 @@ def test_rows_are_what_the_chat_template_and_the_image_processor_give(text, untr
 
 
 @pytest.mark.slow
-def test_words_are_read_from_the_cell_of_their_thing(untrained):
+def test_words_are_read_from_their_objects_cell(untrained):
     processor = untrained[1]
     (sample,) = evaluate.described(processor, 1)
     scene = drawings.make_scene(evaluate.FIRST)
@@ -168,7 +168,7 @@ def test_words_are_read_from_the_cell_of_their_thing(untrained):
     assert not list(told)
 
 
-def test_visual_heads_are_set_beside_those_that_copy():
+def test_visual_heads_are_compared_with_copying_heads():
     seen = Profile(visual=((0.4, 0.3), (0.2, 0.1)))
     copied = Profile(retrieval=((0.1, 0.9), (0.8, 0.0)))
     said = evaluate.beside_copies(seen, copied)
@@ -178,7 +178,7 @@ def test_visual_heads_are_set_beside_those_that_copy():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
 @pytest.mark.slow
-def test_updates_are_added_as_peft_adds_them(text, untrained):
+def test_low_rank_updates_equal_peft(text, untrained):
     trained = train.prepare(copy.deepcopy(untrained[0]))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_updates_are_added_as_peft_adds_them(text, untrained):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
 @pytest.mark.slow
-def test_a_run_trains_and_its_parts_can_be_asked(untrained, tmp_path, monkeypatch):
+def test_training_makes_parts_that_answer(untrained, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "KINDS", {"one": (1, 300, 1.0), "text": (2, 40, 0.0)})
     model, processor = untrained
     monkeypatch.setattr(train, "untrained", lambda: (copy.deepcopy(model), processor))
@@ -226,7 +226,7 @@ LEAST = {
 
 
 @pytest.mark.slow
-def test_the_parts_are_small_and_the_whole_is_put_together_once(loaded, monkeypatch, tmp_path):
+def test_parts_are_small_and_assembled_once(loaded, monkeypatch, tmp_path):
     assert smollm2_vision.PARTS.stat().st_size <= 25_000_000
     assert all(x.dtype == torch.float16 for x in load_file(smollm2_vision.PARTS).values())
     monkeypatch.setattr(smollm2_vision, "build", None)
@@ -240,7 +240,7 @@ def test_the_parts_are_small_and_the_whole_is_put_together_once(loaded, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LEAST)
-def test_what_it_can_do(loaded, name):
+def test_accuracy_reaches_stated_shares(loaded, name):
     figure = evaluate.FIGURES[name]
     right, total = evaluate.measure(*loaded, figure, 2 if "things" in name else 4, first=5000)
     assert right / total >= LEAST[name]

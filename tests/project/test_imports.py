@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_no_import_runs_upward_and_none_in_a_circle(tmp_path):
+def test_imports_run_downward_without_cycles(tmp_path):
     """In copies of the sources, laid out as they import: mmkv/policies, mmkv/eval, mmkv/demo."""
     ignore = shutil.ignore_patterns("__pycache__", "weights", "pictures")
     shutil.copytree(ROOT / "mmkv", tmp_path / "mmkv", ignore=ignore)

@@ -54,18 +54,18 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 class TestTables:
-    def test_policies_are_the_registrys(self):
+    def test_policy_table_equals_registry(self):
         shown = between(TEXTS["docs/policies.md"], "<!-- policies -->\n", "<!-- /policies -->")
         assert shown == tables.policy_markdown(), "put in the output of: mmkv policies --markdown"
 
-    def test_parts_are_the_registrys(self):
+    def test_part_table_equals_registry(self):
         shown = between(TEXTS["docs/policies.md"], "<!-- parts -->\n", "<!-- /parts -->")
         assert shown == tables.part_markdown(), (
             "put in the output of: mmkv policies --parts --markdown"
         )
         assert not re.search(r"`: *(<br>|\|)", shown), "an option without a description"
 
-    def test_models_are_the_adapters(self):
+    def test_model_table_equals_adapters(self):
         shown = between(TEXTS["docs/models.md"], "<!-- models -->\n", "<!-- /models -->")
         assert shown == tables.model_markdown(), "put in what mmkv.tables.model_markdown() gives"
 
@@ -75,7 +75,7 @@ class TestTables:
             for option in registry.policy_class(name).options():
                 assert f"`{option}`" in text or f"`{option}=" in text, (name, option)
 
-    def test_every_policy_that_is_recommended_is_one(self):
+    def test_recommended_policies_exist(self):
         lines = between(README, "## Which policy", "[All policies").strip().splitlines()[2:]
         cells = [line.split(" | ")[1] for line in lines]
         named = [x for cell in cells for x in re.findall(r"`(\w+)`", cell)]
@@ -83,7 +83,7 @@ class TestTables:
         parts = {"uniform", "pyramid"}  # in "any with `uniform` layers"
         assert set(named) - parts <= set(mmkv.list_policies())
 
-    def test_every_module_has_its_place_in_the_architecture(self):
+    def test_architecture_lists_every_module(self):
         text = between(TEXTS["docs/architecture.md"] + "\n## ", "## Files", "\n## ")
         named = re.findall(r"^\|.*?\| `([\w./]+)` \|", text, re.MULTILINE)
         assert len(set(named)) == len(named)
@@ -94,14 +94,14 @@ class TestTables:
         assert set(named) - folders == files
         assert all((ROOT / x / "__init__.py").is_file() for x in folders)
 
-    def test_every_folder_of_tests_has_its_place_in_the_architecture(self):
+    def test_architecture_lists_every_test_folder(self):
         text = between(TEXTS["docs/architecture.md"] + "\n## ", "## Tests", "\n## ")
         named = re.findall(r"^\| `(tests/\w+)/` \|", text, re.MULTILINE)
         found = {x.parent for x in (ROOT / "tests").glob("*/*.py")}
         assert sorted(named) == sorted(str(x.relative_to(ROOT)) for x in found)
         assert not list((ROOT / "tests").glob("test_*.py"))
 
-    def test_the_readmes_figures_are_those_of_the_pages(self):
+    def test_readme_figures_equal_pages(self):
         shown = rows(between(README, "## Measured", "## Limits"))
         page = rows(between(QUALITY, "<!-- documents -->", "<!-- /documents -->"))
         speeds = rows(between(SPEED, "## SmolLM2", "\n## "))
@@ -111,7 +111,7 @@ class TestTables:
                 assert cells[0] == (page[name][2] if name in page else "-"), name
                 assert cells[1:] == [speeds[name][i] for i in (0, 1, 3)], name
 
-    def test_the_readmes_figures_of_a_real_model_are_those_of_the_page(self):
+    def test_readme_frontier_equals_quality_page(self):
         shown = rows(between(README, "## How close it stays", "## Try it"))
         page = rows(between(TEXTS["docs/quality.md"], "<!-- frontier -->", "<!-- /frontier -->"))
         assert len(shown) > 4
@@ -119,7 +119,7 @@ class TestTables:
 
 
 class TestCode:
-    def test_of_the_readme(self, tmp_path, monkeypatch, capsys):
+    def test_readme_code_runs(self, tmp_path, monkeypatch, capsys):
         """With tiny models in the place of those that would be downloaded."""
         import transformers
 
@@ -148,7 +148,7 @@ class TestCode:
         ]
 
     @pytest.mark.slow
-    def test_of_the_pages(self, tmp_path, monkeypatch, capsys):
+    def test_page_code_runs(self, tmp_path, monkeypatch, capsys):
         """One after the other: later blocks go on from the first, with a tiny model."""
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(mmkv, "load_builtin", make_picture_chat)
@@ -165,7 +165,7 @@ class TestCode:
         assert (tmp_path / "profile.json").is_file()
 
     @pytest.mark.usefixtures("registering")
-    def test_of_the_policy_of_ones_own(self, models, monkeypatch, tmp_path):
+    def test_own_policy_code_runs(self, models, monkeypatch, tmp_path):
         whole = "\n".join(blocks("docs/extending.md", "python"))
         (tmp_path / "bookends.py").write_text(whole, encoding="utf-8")
         monkeypatch.syspath_prepend(tmp_path)
@@ -186,7 +186,7 @@ class TestCode:
             for name, entry in entries.items():
                 assert getattr(module, entry.partition(":")[2]).name == name
 
-    def test_all_of_it_is_run_here(self):
+    def test_every_code_block_is_run(self):
         pages = ("index", "policies", "behaviour", "extending")
         tested = {f"docs/{x}.md" for x in pages}
         assert {x for x in TEXTS if blocks(x, "python")} == {"README.md", *tested}
@@ -257,7 +257,7 @@ def reached(*args: object, **kwargs: object) -> None:
 
 class TestCommands:
     @pytest.mark.slow
-    def test_the_answer_to_ones_own_question_is_right(self, capsys, monkeypatch, tmp_path):
+    def test_own_question_is_answered_correctly(self, capsys, monkeypatch, tmp_path):
         """What is asked about the shipped picture is what the model knows."""
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr("mmkv.chat.load", lambda *_: smollm2_vision())
@@ -294,7 +294,7 @@ class TestCommands:
     @pytest.mark.slow
     @pytest.mark.usefixtures("registering")
     @pytest.mark.parametrize("words", one_of_each_kind(), ids=shown)
-    def test_others_are_right_up_to_the_model(self, words, monkeypatch, tmp_path):
+    def test_other_commands_run_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         for folder in ("texts", "texts/novels", "texts/handbook", "texts/faq"):
             Path(folder).mkdir()
@@ -308,7 +308,7 @@ class TestCommands:
         with pytest.raises(Reached):
             commands.main(words[1:])
 
-    def test_a_run_of_several_processes_too(self, monkeypatch, tmp_path):
+    def test_multi_process_command_runs_up_to_the_model(self, monkeypatch, tmp_path):
         (line,) = [x for x in lines() if x.startswith(".venv/bin/accelerate launch ")]
         before, after = line.split(" -m mmkv.eval ")
         assert find_spec("mmkv.eval.__main__")
@@ -320,7 +320,7 @@ class TestCommands:
         with pytest.raises(Reached):
             commands.main(["eval", *shlex.split(after)])
 
-    def test_the_built_in_models_own_figures(self, monkeypatch, tmp_path):
+    def test_built_in_model_commands_run_up_to_the_model(self, monkeypatch, tmp_path):
         from mmkv.builtin.training import evaluate, train
 
         monkeypatch.chdir(tmp_path)
@@ -334,7 +334,7 @@ class TestCommands:
                     module.app(shlex.split(line)[3:], standalone_mode=False)
 
     @pytest.mark.slow
-    def test_the_plan_is_as_printed(self, capsys, monkeypatch):
+    def test_plan_prints_documented_table(self, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "120")
         (line,) = [x for x in lines() if x.startswith(".venv/bin/mmkv plan ")]
         printed = [
@@ -347,7 +347,7 @@ class TestCommands:
             shown = [*cells[:2], cells[3] or cells[2], cells[5]]
             assert rows(section)[name] == shown
 
-    def test_lm_evals_command_is_read_as_it_stands(self, monkeypatch):
+    def test_lm_eval_command_parses(self, monkeypatch):
         pytest.importorskip("lm_eval", reason="lm_eval is not installed")
         from lm_eval._cli import HarnessCLI
 
@@ -367,14 +367,14 @@ class TestCommands:
         assert (size, mine, rest) == (0.2, {"window": 8}, {"pretrained": "PATH_OR_ID"})
 
     @pytest.mark.parametrize("words", commands_of("serve"), ids=shown)
-    def test_serving_is_right_up_to_vllm(self, words, monkeypatch):
+    def test_serve_commands_run_up_to_vllm(self, words, monkeypatch):
         monkeypatch.setattr("mmkv.cli.serve.find_spec", lambda name: object())
         monkeypatch.setattr("mmkv.cli.serve._probe", lambda *_: None)
         monkeypatch.setattr("os.execv", reached)
         with pytest.raises(Reached):
             commands.main(words[1:])
 
-    def test_every_command_is_of_a_kind_that_is_checked(self):
+    def test_every_command_kind_is_checked(self):
         checked = ("chat", "eval", "report", "bench", "plan", "check", "calibrate", "plot", "serve")
         patterns = (
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
@@ -394,7 +394,7 @@ class TestCommands:
         for line in lines():
             assert any(re.match(p, line) for p in patterns), line
 
-    def test_make_knows_its_targets(self):
+    def test_make_targets_exist(self):
         given = [x.removeprefix("make ") for x in lines() if x.startswith("make ")]
         for text in TEXTS.values():
             given += re.findall(r"`make ([a-z-]+(?: [a-z-]+)*)[ `]", text)
@@ -402,7 +402,7 @@ class TestCommands:
         for target in " ".join(given).split():
             assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
 
-    def test_commands_within_sentences_have_these_options(self):
+    def test_inline_commands_have_their_options(self):
         known: dict[str, set[str]] = {}
         for name, command in typer.main.get_command(commands.app).commands.items():
             options = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
