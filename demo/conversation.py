@@ -172,8 +172,8 @@ class Conversation:
                 Models that read no pictures do not get them.
 
         Raises:
-            ValueError: empty question, setting out of range, budget below the tokens that are
-                always kept, or more tokens than the model reads. The conversation is unchanged.
+            ValueError: empty question, setting out of range, budget below the pinned tokens,
+                or more tokens than the model reads. The conversation is unchanged.
         """
         loaded, question = self.loaded, question.strip()
         if not question:

@@ -1,7 +1,7 @@
 """Find a model inside its containers, and the name of its argument for the cache.
 
-Both depend on other libraries alone. This file imports no other file of mmkv: it is also loaded by
-itself, beside older releases of transformers.
+Both depend on other libraries alone. This file imports no other file of mmkv, as it is also loaded
+by itself, with older releases of transformers.
 """
 
 from __future__ import annotations

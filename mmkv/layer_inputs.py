@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Turn(NamedTuple):
-    """A rotary embedding for `turn`."""
+    """The cos and sin of a rotary embedding, arguments of `rotate`."""
 
     cos: Tensor
     sin: Tensor
@@ -35,17 +35,17 @@ class Rotary:
         """Return queries or keys [B, h, Q, D] of these tokens before rotation: float32."""
         # Some models scale cos and sin, so the inverse divides by the square of the scale.
         size = (self.cos.float() ** 2 + self.sin.float() ** 2)[:, None]
-        turned = turn(x, self.cos, -self.sin, self.interleaved)
+        rotated = rotate(x, self.cos, -self.sin, self.interleaved)
         R = self.cos.shape[-1]
-        return torch.cat([turned[..., :R] / size, turned[..., R:]], dim=-1)
+        return torch.cat([rotated[..., :R] / size, rotated[..., R:]], dim=-1)
 
     def moved(self, x: Tensor, to: Turn) -> Tensor:
-        """Return `turn(undo(x), *to)`, in one pass: queries or keys moved to another position."""
+        """Return `rotate(undo(x), *to)`, in one pass: queries or keys moved to another position."""
         old_cos, old_sin = self.cos.float(), self.sin.float()
         size = old_cos**2 + old_sin**2
         cos = (to.cos * old_cos + to.sin * old_sin) / size
         sin = (to.sin * old_cos - to.cos * old_sin) / size
-        return turn(x, cos, sin, self.interleaved)
+        return rotate(x, cos, sin, self.interleaved)
 
     def last(self, n: int) -> Rotary:
         """Return the embedding of the last n tokens, copied."""
@@ -65,21 +65,21 @@ class Rotary:
     def ahead(self, n: int) -> Turn:
         """Return cos and sin [B, 1, R] of the text position `n` after the last token."""
         angle = n * self._frequencies()
-        return self._turned_on(angle.cos(), angle.sin())
+        return self._rotated_by(angle.cos(), angle.sin())
 
     def mean_ahead(self, n: int) -> Turn:
         """Return the mean cos and sin [B, 1, R] of the `n` text positions after the last token."""
         steps = torch.arange(1, n + 1, device=self.inv_freq.device)[:, None]
         angle = steps * self._frequencies()
-        return self._turned_on(angle.cos().mean(0), angle.sin().mean(0))
+        return self._rotated_by(angle.cos().mean(0), angle.sin().mean(0))
 
     def _frequencies(self) -> Tensor:
         """Return radians per position of each dimension, float32 [R]."""
         frequencies = self.inv_freq.float()
         return frequencies.repeat_interleave(2) if self.interleaved else frequencies.repeat(2)
 
-    def _turned_on(self, cos: Tensor, sin: Tensor) -> Turn:
-        """Return the last token's embedding, rotated further by an angle's cos and sin."""
+    def _rotated_by(self, cos: Tensor, sin: Tensor) -> Turn:
+        """Return the last token's embedding, rotated by an angle's cos and sin."""
         old_cos, old_sin = self.cos[:, -1:].float(), self.sin[:, -1:].float()
         cos, sin = old_cos * cos - old_sin * sin, old_sin * cos + old_cos * sin
         return Turn(cos, sin, self.interleaved)
@@ -96,28 +96,28 @@ def rows_of(x: Any, at: Tensor) -> Any:
     return replace(x, **{f.name: rows_of(getattr(x, f.name), at) for f in fields(x)})
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Apply a rotary embedding cos, sin [B, Q or 1, R] to x [B, h, Q, D]; float32.
 
     Dimension i is rotated together with i + R / 2 or, if `interleaved`, 2 i together with 2 i + 1.
     """
     R = cos.shape[-1]
     cos, sin, part = cos[:, None].float(), sin[:, None].float(), x[..., :R].float()
-    turned = part * cos
+    rotated = part * cos
     if interleaved:
         half = torch.stack([-part[..., 1::2], part[..., ::2]], dim=-1).flatten(-2)
-        turned += half * sin
+        rotated += half * sin
     else:
         h = R // 2
-        turned[..., :h].addcmul_(part[..., h:], sin[..., :h], value=-1)
-        turned[..., h:].addcmul_(part[..., :h], sin[..., h:])
-    return turned if x.shape[-1] == R else torch.cat([turned, x[..., R:].float()], dim=-1)
+        rotated[..., :h].addcmul_(part[..., h:], sin[..., :h], value=-1)
+        rotated[..., h:].addcmul_(part[..., :h], sin[..., h:])
+    return rotated if x.shape[-1] == R else torch.cat([rotated, x[..., R:].float()], dim=-1)
 
 
 def closed(positions: Tensor, behind: Tensor) -> Tensor:
-    """Move positions [R, ...] by the padding behind them, so that distances count tokens alone.
+    """Move positions [R, ...] by the padding after them, so that distances count tokens alone.
 
-    `behind` is int [R, T], the padding behind each of the first T positions; position -1 is of no
+    `behind` is int [R, T], the padding after each of the first T positions; position -1 means no
     token.
     """
     flat = positions.flatten(1)
@@ -187,7 +187,7 @@ class LayerInputs:
         """
         if self.weight is None:
             raise ValueError(
-                "output_weight is not known here: these inputs are of no model's layer"
+                "output_weight is not known: these inputs do not come from a model's layer"
             )
         weight = self.weight()
         if self.head is None:

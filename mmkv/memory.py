@@ -120,7 +120,7 @@ def allot(
         memory: the share.
         itemsize: bytes of a number in the model's type.
         head_dim: numbers of a key, and of a value.
-        first: how many first tokens of a prompt are held in the model's type beside 8 or 4 bits.
+        first: how many first tokens stay in the model's type if others are in 8 or 4 bits.
         run: tokens of a run inside which evicted tokens are put into groups; 0: they are not.
         keeps_all: whether the policy evicts nothing, so that only the type can change.
 

@@ -136,7 +136,7 @@ class CacheReport:
         return plain(self)
 
     def __rich__(self) -> Table:
-        """Return a table for the terminal, without columns of which all values are unknown."""
+        """Return a table for the terminal, without columns that have no known value."""
 
         def figures(x: LayerReport | CacheReport) -> dict[str, str]:
             errors = [f"{e:.2%}" for e in (x.key_error, x.value_error) if e is not None]

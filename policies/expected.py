@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmkv.layer_inputs import LayerInputs, turn
+from mmkv.layer_inputs import LayerInputs, rotate
 from mmkv.parts import NonNegativeFloat, NonNegativeInt, PositiveInt, register_part
 from mmkv.policy import Heads, Policy, Score
 from mmkv.registry import register_policy
@@ -63,8 +63,8 @@ class ExpectedAttention(Score):
         if layer.rotary is not None:
             # A mean of rotations is linear, so it is applied like a rotation.
             ahead = layer.rotary.mean_ahead(self.positions)
-            mean = turn(mean[:, :, None], *ahead)[:, :, 0]
-            covariance = turn(turn(covariance, *ahead).mT, *ahead)
+            mean = rotate(mean[:, :, None], *ahead)[:, :, 0]
+            covariance = rotate(rotate(covariance, *ahead).mT, *ahead)
         k = layer.key.float().masked_fill(~valid[:, None, :, None], 0.0)
         expected = torch.zeros(B, H, N, device=k.device)
         # One query head of each group at a time, so that tensors are as large as the keys.

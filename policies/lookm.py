@@ -34,7 +34,7 @@ _BEHIND_TEXT = 2.0**-64
 @register_part("text-first")
 @dataclass(frozen=True, kw_only=True)
 class TextFirst(AccumulatedAttention):
-    """Accumulated attention that ranks image tokens behind all text (LOOK-M, section 3.2).
+    """Accumulated attention that ranks image tokens below all text (LOOK-M, section 3.2).
 
     Image tokens are found by their ids; if the model gets embeddings alone, all count as text.
 

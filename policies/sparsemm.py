@@ -3,7 +3,7 @@
 Wang et al., "SparseMM: Head Sparsity Emerges from Visual Concept Responses in MLLMs",
 arXiv 2506.05344, section 3. Window and pooling are the paper's; its code,
 https://github.com/CR400AF-A/SparseMM, uses average pooling over 5. Visual scores are measured
-once, by `mmkv.calibrate(model, samples, policy="sparsemm")`; the built-in model comes with them. If
+once, by `mmkv.calibrate(model, samples, policy="sparsemm")`. If
 a head's size exceeds the prompt, the rest goes to other heads; the code leaves it unspent.
 """
 

@@ -245,7 +245,7 @@ class TestChat:
             assert "int8, int4" in said
 
     @pytest.mark.parametrize("budget", ["0", "-5", "0.0", "1.5", "-0.2", "3"])
-    def test_a_budget_out_of_range_or_below_what_must_be_kept(self, capsys, picture, budget):
+    def test_budget_out_of_range_or_below_pinned_tokens_raises(self, capsys, picture, budget):
         words = ("--policy", "streaming", "--budget", budget)
         said = complaint(capsys, "chat", picture, QUESTION, *words)
         assert f"budget={budget}" in said
@@ -390,7 +390,7 @@ def test_policies_and_parts_are_listed_with_their_options(capsys, monkeypatch, w
     assert max(map(cell_len, out.splitlines())) <= int(width)
 
 
-def test_a_pipe_is_as_wide_as_the_terminal_that_shows_it(monkeypatch):
+def test_pipe_is_as_wide_as_its_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(terminal.os, "isatty", lambda fd: False)
     assert terminal.console().width == 200

@@ -187,7 +187,7 @@ def simulated(decode, first, n, size, steps, distance, sinks):
     ("streaming", {"sinks": 3}),
     ("h2o", {}),
 )
-def test_what_a_budget_means_for_generated_tokens(models, policy, options, lengths, budget):
+def test_budget_counts_generated_tokens_by_decoding_part(models, policy, options, lengths, budget):
     """grow: on top of it. ratio: its share of, or number among, all. fixed: in others' place."""
     model, inputs, new = models("llama"), make_inputs("llama", lengths), 40
     chosen = mmkv.get_policy(policy, **options)

@@ -29,7 +29,7 @@ def settled(cuda):
     )
 
 
-def test_a_capture_that_recorded_nothing_is_an_error(cuda, monkeypatch):
+def test_empty_capture_raises(cuda, monkeypatch):
     monkeypatch.setattr(cuda, "device", nullcontext)
     x = OnDevice(torch.zeros(3))
     with pytest.raises(RuntimeError, match="on privateuseone:0 recorded nothing"):
@@ -49,7 +49,7 @@ def stops(x):
     ("step", "error", "said"),
     [(waits, RuntimeError, "between host and device"), (stops, KeyboardInterrupt, None)],
 )
-def test_a_capture_that_fails_leaves_nothing(cuda, step, error, said):
+def test_failed_capture_leaves_nothing(cuda, step, error, said):
     """Neither the stream, nor the device, nor an allocator that thinks the capture goes on.
 
     The error told is the step's own, not that the capture could not be ended.
@@ -67,7 +67,7 @@ def test_a_capture_that_fails_leaves_nothing(cuda, step, error, said):
     assert x.cpu().tolist() == [2, 2, 2]
 
 
-def test_a_capture_that_cannot_begin_leaves_nothing(cuda):
+def test_capture_failing_to_begin_leaves_nothing(cuda):
     with cuda.device(DEVICE):
         busy = graph._stream()
     cuda.capturing[busy] = "another's"

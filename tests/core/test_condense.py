@@ -74,7 +74,7 @@ def test_later_turn_groups_kept_pairs(models):
             assert any(set(g) <= set(new) for new in groups)
 
 
-def test_a_mask_that_hides_a_token_of_a_group_is_refused(models):
+def test_mask_hiding_grouped_token_raises(models):
     model, inputs = models("llama"), make_inputs("llama", (90,))
     with mmkv.wrapped(model, "condense", 0.2, least=0), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values

@@ -315,7 +315,7 @@ def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
             mmkv.load_context(path, one)
 
 
-def test_a_context_is_used_with_the_weights_that_read_it(tmp_path):
+def test_context_with_other_weights_raises(tmp_path):
     model, asked, path = make_model("llama"), question(8), tmp_path / "read"
     o_proj = model.model.layers[1].self_attn.o_proj.weight
     with mmkv.wrapped(model, "condense", 0.4, least=0):
@@ -391,7 +391,7 @@ def test_a_file_belongs_to_the_active_adapter(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["no context", "flipped", "cut", "nowhere", "folder"])
-def test_a_file_that_cannot_be_read_is_named(models, how, tmp_path):
+def test_unreadable_file_is_named(models, how, tmp_path):
     model, path = models("llama"), tmp_path / "read"
     with mmkv.wrapped(model, "condense", 0.4, least=0):
         context = mmkv.read(model, make_inputs("llama", (40,)))

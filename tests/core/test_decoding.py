@@ -134,7 +134,7 @@ def check(schedule, rows: list[Row], steps: int) -> None:
 
 @named
 @pytest.mark.parametrize("begun", [0, 1, AHEAD - 1, AHEAD, STEPS])
-def test_each_token_takes_the_slot_that_was_freed(make, given, begun) -> None:
+def test_each_token_takes_the_freed_slot(make, given, begun) -> None:
     """`most` bounds the slots of the steps to come, closely at first, where all rows are alike."""
     schedule, rows = make(given)
     alike = all(len(set(x)) == 1 for x in given.values() if isinstance(x, list))

@@ -81,7 +81,7 @@ def test_weights_written_to_after_they_were_hashed_are_hashed_again(change):
     assert after == digest.of_model(copy.deepcopy(model), CONFIG)
 
 
-def test_weights_that_did_not_change_are_hashed_once(monkeypatch):
+def test_unchanged_weights_are_hashed_once(monkeypatch):
     model, words = holding(x=torch.randn(63, 63), y=torch.randn(5)), []
     once = digest._hash
     monkeypatch.setattr(digest, "_hash", lambda x: words.append(len(x)) or once(x))

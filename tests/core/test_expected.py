@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from helpers.models import random
-from mmkv.layer_inputs import LayerInputs, Rotary, turn
+from mmkv.layer_inputs import LayerInputs, Rotary, rotate
 from mmkv.policies.expected import ExpectedAttention
 
 B, H, G, N, D, R = 3, 2, 3, 22, 8, 6  # the last two dimensions of a head are not turned
@@ -66,7 +66,7 @@ def test_expected_attention_equals_the_loop_on_each_row_alone(Q: int):
     rotary = rotary_of(places[:, -Q:])
     absent = ~valid[:, None, :, None]
     layer = LayerInputs(
-        query=turn(plain, rotary.cos, rotary.sin).masked_fill(absent[:, :, -Q:], math.nan),
+        query=rotate(plain, rotary.cos, rotary.sin).masked_fill(absent[:, :, -Q:], math.nan),
         key=key.masked_fill(absent, math.nan),
         value=value.masked_fill(absent, math.nan),
         valid=valid,

@@ -249,7 +249,7 @@ def test_a_copy_of_a_wrapped_model_has_its_own_config(text_model):
     assert copy.copy(text_model.model.config)._attn_implementation == "sdpa"
 
 
-def test_a_decoder_that_another_model_wraps_is_named(text_model):
+def test_decoder_of_wrapped_model_raises(text_model):
     other = LlamaForCausalLM(text_model.config)
     other.model = text_model.model
     mmkv.wrap(text_model, "h2o", 0.3)

@@ -77,7 +77,7 @@ def test_a_second_device_while_the_first_is_current(captures):
     assert captures[0].index == 1
 
 
-def test_a_capture_that_fails_leaves_nothing(monkeypatch, caplog):
+def test_failed_capture_leaves_nothing(monkeypatch, caplog):
     """The steps go on as usual, and the next capture works."""
     from mmkv.attach import graph
 

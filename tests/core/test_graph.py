@@ -170,7 +170,7 @@ def test_replays_hold_few_empty_slots(models, on_cpu, policy, length):
         assert taken <= min(1.04 * kept + 258, seen)
 
 
-def test_a_step_that_waits_is_not_captured(models, monkeypatch, caplog):
+def test_waiting_step_is_not_captured(models, monkeypatch, caplog):
     """Found before a capture has to fail."""
     monkeypatch.setattr(graph, "_capturable", lambda device: True)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
@@ -193,7 +193,7 @@ def test_a_step_that_waits_is_not_captured(models, monkeypatch, caplog):
 
 @cases("policy", ["snapkv", "h2o", "prefixkv"], "snapkv")
 @cases("where", ["warm-up", "capture"], "capture")
-def test_a_step_that_fails_to_capture_is_run_and_logged(on_cpu, caplog, policy, where):
+def test_step_failing_to_capture_runs_and_is_logged(on_cpu, caplog, policy, where):
     """The failed attempt leaves nothing behind: the run equals one that never tried."""
     model, inputs = make_model("llama"), make_inputs("llama", (90, 41))
     variant = Variant(policy)
@@ -213,7 +213,7 @@ def test_a_step_that_fails_to_capture_is_run_and_logged(on_cpu, caplog, policy, 
     same_run((logits, got, cache), (expected, tokens, plain))
 
 
-def test_a_model_that_counts_on_the_host_is_not_replayed(on_cpu, caplog):
+def test_model_counting_on_host_is_not_replayed(on_cpu, caplog):
     """A number that the host reads would be frozen in the graph: it is noticed, and logged."""
     model, inputs = make_model("llama"), make_inputs("llama", (90,))
     _, tokens, _ = without_graph(model, Variant("snapkv"), inputs, 24, **short("snapkv"))

@@ -129,7 +129,7 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_token_alone_is_copied_as_it_is(dtype):
+def test_single_token_is_copied_unchanged(dtype):
     keys, values, scores = layer(2, 2, 40)
     keys, values, size = keys.to(dtype), values.to(dtype), torch.full((2, 2), 12)
     positions = torch.arange(40).expand(scores.shape)

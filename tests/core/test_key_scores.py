@@ -27,7 +27,7 @@ def inputs_of(key: Tensor, valid: Tensor | None = None, value: Tensor | None = N
     return LayerInputs(query=key, key=key, value=value, valid=valid, **more)
 
 
-def test_a_key_that_overflowed_leaves_the_others_their_order():
+def test_overflowed_key_keeps_order_of_others():
     key = random(1, 1, 9, 4)
     key[0, 0, 3] = math.inf
     rest = KeyDifference()(inputs_of(key))[0, 0, torch.arange(9) != 3]

@@ -300,7 +300,7 @@ IN_CHUNKS = ["h2o", "prefixkv", "snapkv", "adakv", "xkv", "streaming"]
     "streaming",
     ids=str,
 )
-def test_later_turns_keep_what_scores_highest(models, variant, chunk):
+def test_later_turns_keep_highest_scores(models, variant, chunk):
     """In chunks, too: nothing is evicted before the prompt, or the turn, is complete."""
     talk = Talk(models["llama"], make_inputs("llama", ROWS), variant, chunk=chunk)
     for b in range(len(ROWS)):

@@ -8,7 +8,7 @@ import torch
 import mmkv
 from helpers import zoo
 from helpers.oracle import prefilled
-from mmkv.layer_inputs import Rotary, turn
+from mmkv.layer_inputs import Rotary, rotate
 from mmkv.policy import Score
 
 CLASSES = [
@@ -46,7 +46,7 @@ def recorded(model, inputs):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_layer_is_what_its_modules_compute(name, monkeypatch):
+def test_layer_inputs_equal_module_outputs(name, monkeypatch):
     """Queries and keys are what the model turned, and turned once more what it attended with.
 
     The heads' outputs, projected one by one and added up, are the attention module's output.
@@ -98,7 +98,7 @@ def test_a_layer_is_what_its_modules_compute(name, monkeypatch):
             R = turned.shape[-1]  # Some models hand over only the part that is turned.
             torch.testing.assert_close(found[..., :R], turned.float(), atol=1e-4, rtol=1e-4)
         rotary = layer.rotary
-        again = turn(layer.plain_query, rotary.cos, rotary.sin, rotary.interleaved)
+        again = rotate(layer.plain_query, rotary.cos, rotary.sin, rotary.interleaved)
         torch.testing.assert_close(again, layer.query.float(), atol=1e-4, rtol=1e-4)
 
 
@@ -136,7 +136,7 @@ def test_later_turn_has_heads_as_rows_and_rotated_old_keys():
     torch.testing.assert_close(
         layer.output_weight.flatten(0, 1), first[0].output_weight[0], atol=0, rtol=0
     )
-    again = turn(layer.plain_query, layer.rotary.cos, layer.rotary.sin)
+    again = rotate(layer.plain_query, layer.rotary.cos, layer.rotary.sin)
     torch.testing.assert_close(again, layer.query, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match=r"keys before rotary embedding are known of the last"):
         _ = layer.plain_key
@@ -152,4 +152,4 @@ def test_moved_rotates_back_and_to_new_positions(interleaved, rotated):
     inv_freq = torch.rand(rotated // 2, generator=draw)
     rotary = Rotary(1.3 * angle.cos(), 1.3 * angle.sin(), inv_freq, interleaved)
     x, to = torch.randn(2, 3, 5, 8, generator=draw), rotary.ahead(2)
-    torch.testing.assert_close(rotary.moved(x, to), turn(rotary.undo(x), *to))
+    torch.testing.assert_close(rotary.moved(x, to), rotate(rotary.undo(x), *to))

@@ -29,7 +29,7 @@ def phi():
     return zoo.build("Phi3ForCausalLM", config, "sdpa")
 
 
-def test_phi3_with_a_window_that_never_slides_is_refused_with_the_remedy(tmp_path):
+def test_phi3_with_sliding_window_raises_with_remedy(tmp_path):
     """Phi-3 128k has 131,072 positions and a window of 262,144."""
     config = CONFIGS["Phi3ForCausalLM"]()
     config.sliding_window = config.max_position_embeddings
@@ -171,7 +171,7 @@ def test_a_turn_in_chunks_across_the_change_equals_the_unwrapped_model(phi):
     )
 
 
-def test_tokens_that_cannot_be_read_again_are_refused(phi):
+def test_unrepeatable_tokens_raise(phi):
     with mmkv.wrapped(phi, "snapkv", 0.4, **short("snapkv")), torch.no_grad():
         embeds = phi.get_input_embeddings()(ids(60))
         cache = phi(inputs_embeds=embeds, use_cache=True).past_key_values

@@ -143,7 +143,7 @@ def test_heads_of_different_sizes_leave_room_for_their_empty_slots(policy):
         assert 0.95 < cache.nbytes / (share * full_bytes(model, 4000)) <= 1, memory
 
 
-def test_a_full_share_is_the_plain_cache_and_a_full_cache_changes_its_type_alone():
+def test_full_share_is_plain_cache_and_full_policy_changes_type_only():
     model = tiny(torch.bfloat16)
     plain = prefilled(model, (300,))
     for policy in ("condense", "full"):
@@ -187,7 +187,7 @@ def test_memory_with_retention_or_profile_raises(text_model):
     assert not mmkv.is_wrapped(text_model)
 
 
-def test_the_report_says_bytes_of_bytes_and_where_the_floor_decides():
+def test_report_gives_bytes_and_notes_the_floor():
     model = tiny(torch.bfloat16)
     with mmkv.wrapped(model, "condense", memory="16x"):
         assert model._mmkv.plan.describe() == "policy='condense', memory=0.0625"
@@ -228,7 +228,7 @@ def test_an_unready_model_leaves_room_for_any_heads():
     assert waiting.budget < settled.budget
 
 
-def test_default_is_an_eighth_of_the_bytes_where_nothing_else_sizes_the_cache():
+def test_default_without_size_is_an_eighth_of_the_bytes():
     model = tiny()
     with mmkv.wrapped(model):
         named = prefilled(model, (2000,)).report()

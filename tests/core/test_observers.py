@@ -137,7 +137,7 @@ def test_padding_may_hold_any_values() -> None:
     assert not got[1].any()
 
 
-def test_a_token_alone_in_its_run_loses_nothing_and_equal_values_lose_nothing() -> None:
+def test_single_token_and_equal_values_score_0() -> None:
     query, key, value = (random(1, 2, 9, 4, seed=seed) for seed in (1, 2, 3))
     assert not observer_scores(query, key, value, run=1).any()
     same = value[:, :, :1].expand(-1, -1, 9, -1)

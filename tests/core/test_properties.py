@@ -236,7 +236,7 @@ def test_nan_scores(policy, share, odd):
 
 
 @cases("policy", mmkv.list_policies(), *USUAL)
-def test_a_model_that_has_overflowed(policy):
+def test_overflowed_model(policy):
     """Attention that is NaN throughout: the same NaN as without us, and the budget."""
     model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
     with torch.no_grad():
@@ -324,7 +324,7 @@ def test_soak():
 
 
 @cases("policy", ["full", "snapkv", "adakv", "prefixkv", "streaming", "h2o"], "adakv", "h2o")
-def test_a_decode_step_allocates_nothing_that_grows(policy):
+def test_decode_step_allocates_constant_memory(policy):
     """Counted at the dispatcher: no output of a step's operations is as large as one layer's cache.
 
     H2O, which has to look at the attention weights, has them in memory of its own.

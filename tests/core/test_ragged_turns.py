@@ -93,7 +93,7 @@ def test_a_ragged_turn_with_pictures_equals_singles(models, variant):
 
 
 @cases("variant", RAGGED, "snapkv", "xkv", "elastic", ids=str)
-def test_a_mask_that_hides_some_of_a_prompt_equals_the_prompt_without(models, variant):
+def test_prompt_with_hidden_tokens_equals_prompt_without(models, variant):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     hidden = torch.tensor([[10, 11, 12, 40, 85], [70, 71, 72, 73, 88], [50, 52, 54, 80, 81]])
     inputs["attention_mask"].scatter_(1, hidden, 0)

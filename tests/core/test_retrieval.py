@@ -184,7 +184,7 @@ def zero_a_head(model):
     model.model.layers[1].self_attn.o_proj.weight.data[:, 16:32] = 0.0
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(probed, tmp_path, monkeypatch):
+def test_unwritable_folder_is_no_error(probed, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MMKV_CACHE", str(tmp_path / "file"))
     with mmkv.wrapped(make_model("llama"), budget=0.2) as model:
@@ -233,7 +233,7 @@ def test_impossible_probe_gives_equal_heads_and_a_warning(caplog, change, said):
         mmkv.probe(model)
 
 
-def test_a_failed_probe_leaves_the_model_as_it_was(monkeypatch):
+def test_failed_probe_leaves_model_unchanged(monkeypatch):
     model = make_model("llama")
     before = [dict(vars(x)) for x in model.modules()]
 

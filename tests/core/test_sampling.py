@@ -199,7 +199,7 @@ def test_threads_learn_from_requested_number():
     assert list(sampling._seen[""]) == [(0.25, 0.75)]
 
 
-def test_copies_of_a_model_go_on_learning():
+def test_copied_models_continue_learning():
     model = make_model("llama")
     with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
         sizes_of(model, prompt(0))

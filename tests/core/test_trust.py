@@ -24,7 +24,7 @@ class TestOurAttentionRuns:
     """A pass in which another attention function runs is an error, at the first layer."""
 
     @pytest.mark.parametrize("change", ["method", "config"])
-    def test_a_changed_implementation_is_the_one_that_runs(self, text_model, change, monkeypatch):
+    def test_changed_attention_implementation_runs(self, text_model, change, monkeypatch):
         inputs, calls = make_inputs("llama", (40,)), []
         plain = generate(text_model, inputs, new=6)[0]
         mmkv.wrap(text_model, "snapkv", 1.0)
@@ -46,7 +46,7 @@ class TestOurAttentionRuns:
             logits = text_model(input_ids=token, past_key_values=cache).logits[:, -1]
         torch.testing.assert_close(logits, plain[1], atol=1e-4, rtol=0)
 
-    def test_an_implementation_that_cannot_be_compressed_is_refused(self, text_model):
+    def test_unsupported_attention_implementation_raises(self, text_model):
         inputs = make_inputs("llama", (40,))
         mmkv.wrap(text_model, "snapkv", 1.0)
         cache = prefill(text_model, inputs).past_key_values
@@ -59,7 +59,7 @@ class TestOurAttentionRuns:
                 call()
 
     @pytest.mark.parametrize("policy", ["snapkv", "prefixkv"])
-    def test_a_cache_that_outlives_its_wrap_is_refused(self, text_model, policy):
+    def test_cache_outliving_its_wrap_raises(self, text_model, policy):
         inputs = make_inputs("llama", (40,))
         with mmkv.wrapped(text_model, policy, 0.5, **short(policy)):
             cache = prefill(text_model, inputs).past_key_values
@@ -79,7 +79,7 @@ class TestOurAttentionRuns:
                     text_model.generate(**inputs, max_new_tokens=3)
                 attn.config = whole
 
-    def test_an_interrupted_pass_cannot_go_on(self, text_model):
+    def test_continuing_interrupted_pass_raises(self, text_model):
         inputs = make_inputs("llama", (40,))
 
         def interrupt(*args):
@@ -323,7 +323,7 @@ class TestModes:
 
     @pytest.mark.parametrize("policy", ["condense", "kvzip", "h2o", "prefixkv"])
     @pytest.mark.filterwarnings("ignore:.*full backward hook")
-    def test_gradients_of_a_prompt_are_right_and_of_what_follows_refused(self, text_model, policy):
+    def test_gradients_of_prompt_are_right_and_later_ones_raise(self, text_model, policy):
         inputs = make_inputs("llama", (40, 27))
 
         def gradients(model):

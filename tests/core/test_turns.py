@@ -320,7 +320,7 @@ def test_prompt_that_differs_from_read_tokens_raises(models, how):
         goes_on(0, 0)
 
 
-def test_a_changed_reply_is_refused_without_padding_too(models):
+def test_changed_reply_without_padding_raises(models):
     """There `generate` drops the mask."""
     model, ids = models("llama"), make_inputs("llama", (40,))["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}

@@ -280,7 +280,7 @@ def test_embeddings_are_read_as_their_tokens(models, policy):
 
 @cases("variant", READING, "expected", ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_model_may_be_cast_after_it_was_wrapped(variant, dtype):
+def test_wrapped_model_may_be_cast(variant, dtype):
     found = []
     for first in ("wrap", "cast"):
         model = make_model("llama") if first == "wrap" else make_model("llama").to(dtype)

@@ -178,7 +178,7 @@ def test_unfitting_cache_is_read_again(loaded, pictures):
 
 
 @pytest.mark.slow
-def test_conversations_that_alternate_keep_to_themselves(loaded, pictures):
+def test_alternating_conversations_stay_separate(loaded, pictures):
     users = [
         dataclasses.replace(SHORT, policy=policy, temperature=temperature, seed=seed)
         for seed, (policy, temperature) in enumerate([("snapkv", 0.9), ("h2o", 1.5)])
@@ -219,7 +219,7 @@ def test_the_answers_stream_with_their_numbers(loaded, pictures):
     assert talk.turns == [final]
 
 
-def test_what_is_kept_after_the_prompt(loaded, pictures):
+def test_kept_tokens_are_those_after_the_prompt(loaded, pictures):
     settings = dataclasses.replace(SHORT, budget=0.5, options={"protect": "instruction"})
     kept = last(talking(loaded).ask(QUESTION, settings, pictures[0])).kept
     assert kept.layers == list(range(LAYERS))
@@ -307,7 +307,7 @@ def test_errors_are_one_line_and_change_nothing(loaded, pictures):
         ("?", Settings(temperature=-1.0), "from 0 to 2"),
     ],
 )
-def test_the_page_has_limits_of_its_own(page, question, settings, message):
+def test_page_limits_raise(page, question, settings, message):
     page.check_limits("?" * 4000, Settings(max_new_tokens=512, temperature=2.0))
     with pytest.raises(ValueError, match=message):
         page.check_limits(question, settings)
@@ -408,7 +408,7 @@ def test_controls_come_from_the_registry(page):
 @pytest.mark.parametrize(
     ("name", "value"), [("window", None), ("window", 1.5), ("kernel_size", "")]
 )
-def test_a_control_without_a_sensible_value_is_named(page, name, value):
+def test_invalid_control_value_raises(page, name, value):
     with pytest.raises(ValueError, match=f"option {name}=.*expected a whole number"):
         page.changed_options("snapkv", {**shown_of(page, "snapkv"), name: value})
 

@@ -128,7 +128,7 @@ class TestPairs:
         # The first prefills warm up; in a round all are read before any step.
         assert [what for what, _ in log[:18]] == ["prefill", "close"] * 6 + ["prefill"] * 6
 
-    def test_a_row_that_fails_leaves_the_others_paired(self, clocked, monkeypatch):
+    def test_failed_row_leaves_others_paired(self, clocked, monkeypatch):
         made, log = clocked(new=17, rounds=2)
         real = bench.Bench._make
 
@@ -157,7 +157,7 @@ class TestPairs:
         assert bench.time.monotonic() < until + 18
 
     @pytest.mark.parametrize(("until", "steps"), [(math.inf, 16), (9.0, 4)])
-    def test_caches_that_do_not_fit_side_by_side_follow_each_prefill(
+    def test_caches_too_large_together_are_made_one_by_one(
         self, clocked, monkeypatch, until, steps
     ):
         """The time ends between rounds."""
@@ -221,13 +221,13 @@ class TestRows:
             (("snapkv:evict_chunks=64",), "chunks"),
         ],
     )
-    def test_what_is_refused(self, model, texts, why):
+    def test_invalid_policies_raise(self, model, texts, why):
         with pytest.raises(ValueError, match=why):
             toy_bench(model, policies=texts)
 
 
 @cases("policy", ["none", "snapkv", "prefixkv", "h2o", "adakv"], "h2o", "none")
-def test_a_step_allocates_and_copies_nothing_that_grows_with_the_cache(model, policy):
+def test_step_allocates_and_copies_constant_memory(model, policy):
     """While a plain cache copies itself."""
     taken, held = [], []
     for prompt in (96, 192):

@@ -123,7 +123,7 @@ def test_best_is_the_row_of_fewest_bytes_within_the_tolerance():
     assert none.verdict.startswith("nothing is within 0.001 nats a token: full:kv_dtype=int4 is")
 
 
-def test_sizes_that_a_floor_exceeds_are_not_recommended():
+def test_sizes_below_the_floor_are_not_recommended():
     found = report_of(("a?", 0.05, 0.01, 200), ("a", 0.3, 0.02, 250))
     assert (found.best.budget, "wrap a holds 25%" in found.verdict) == (0.3, True)
     assert report_of(("a?", 0.05, 0.01, 200)).verdict.startswith("too short to tell")
@@ -310,7 +310,7 @@ class TestCommand:
         assert (done.exit_code, "choose another --out" in done.stderr) == (2, True)
         assert call("report", "a").exit_code == 0
 
-    def test_a_template_that_refuses_a_conversation_is_one_line(self, folder):
+    def test_refusing_template_raises_one_line(self, folder):
         tokenizer = make_tokenizer()
         tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
         tokenizer.save_pretrained(folder / "tiny")

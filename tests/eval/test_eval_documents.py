@@ -49,7 +49,7 @@ def test_folders_take_turns(folder):
     assert alone.tags == ()
 
 
-def test_text_goes_on_where_the_prompt_ends(folder):
+def test_reference_text_continues_the_prompt(folder):
     for sample in load_suite("documents", folder, tasks=["text"], limit=3, length=400):
         text = (folder / sample.id.partition("/")[2]).read_text()
         (answer,) = sample.answers
@@ -61,7 +61,7 @@ def test_text_goes_on_where_the_prompt_ends(folder):
 
 
 @pytest.mark.parametrize("task", ["summary", "question"])
-def test_a_document_and_then_its_question(folder, task):
+def test_prompt_is_document_then_question(folder, task):
     samples = load_suite("documents", folder, tasks=[task], limit=5, length=400)
     for sample in samples:
         context = sample.prompt.removesuffix(sample.asked)

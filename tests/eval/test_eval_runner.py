@@ -230,7 +230,7 @@ def test_sample_digest_covers_every_field(tmp_path):
     assert len({digest(x) for x in facts}) == len(facts) == 9
 
 
-def test_a_sample_that_is_refused_is_a_row_with_its_reason(model, tokenizer, tmp_path, monkeypatch):
+def test_refused_sample_is_a_row_with_reason(model, tokenizer, tmp_path, monkeypatch):
     """The others of its batch are measured."""
     real = measure._measure
 

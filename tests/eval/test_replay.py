@@ -36,7 +36,7 @@ def layer_of(cache, i) -> bool:
 
 
 @cases("variant", VARIANTS, *VARIANTS[::8], *COMPOSED[::8], ids=str)
-def test_the_cache_is_that_of_a_pass_of_its_own(variant):
+def test_replayed_cache_equals_own_pass(variant):
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
     own, replayed = compared(model, inputs, variant.policy, variant.budget, options_of(variant))
     for mine, theirs in zip(own[0], replayed[0], strict=True):

@@ -32,7 +32,7 @@ def test_one_line_questions_are_answered_as_with_the_full_cache(loaded):
         assert [reply(loaded, question, 8) for question in QUESTIONS] == full
 
 
-def test_a_fifth_of_the_cache_finds_what_equal_heads_lose(loaded):
+def test_probed_heads_find_needles_lost_by_equal_heads(loaded):
     """Numbers in natural text, at several depths: all found, where equal heads lose some."""
     text = " ".join(topics["execmodel"].split())[:2400]
     asked = {}
