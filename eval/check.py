@@ -26,7 +26,7 @@ from mmkv.memory import Memory
 from mmkv.terminal import Table, bar, plain
 
 from .measure import Batch, Job, measure
-from .prompts import longest
+from .prompts import Encoder, longest
 from .runner import check_arguments, try_all
 from .samples import Sample
 from .store import FULL, Row, key_of
@@ -100,7 +100,7 @@ def check(
     return summed_up(rows, pairs, within)
 
 
-class _Given:
+class _Given(Encoder):
     """In place of an encoder: inputs that are encoded already, by the id of their sample."""
 
     def __init__(self, model: Any, inputs: Sequence[Mapping[str, Any]]) -> None:

@@ -46,7 +46,8 @@ def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
     kind, sizes = shape
-    config: Any = hf.LlamaConfig(**dict(zip(_SIZES, sizes, strict=True)))
+    fields: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+    config: Any = hf.LlamaConfig(**fields)
     maker: Any = hf.AutoModelForCausalLM
     if kind == "llava":
         config = hf.LlavaConfig(text_config=config, image_token_index=config.vocab_size - 1)
