@@ -53,7 +53,7 @@ def of_bytes(held: int, full: int) -> str:
 
 
 def plain(shown: Any) -> str:
-    """Return what the terminal shows of an object that rich prints, without colours."""
+    """Return an object as rich prints it in the terminal, without colours."""
     from io import StringIO
 
     from rich.console import Console
@@ -88,7 +88,7 @@ class _Warnings(logging.Handler):
         if record.exc_info:
             say(f"{text}\n{logging.Formatter().formatException(record.exc_info)}")
         elif text not in self._seen:
-            if len(self._seen) >= 1000:  # clients of a server could cause any number
+            if len(self._seen) >= 1000:  # a demo that runs for long could cause any number
                 self._seen.clear()
             self._seen.add(text)
             say(text)
