@@ -223,7 +223,7 @@ class TestChat:
         assert found[0] == found[1] != found[2]
 
     @pytest.mark.slow
-    def test_a_profile_gives_the_budget_and_curves_serve_every_one(self, ask, tmp_path):
+    def test_a_profile_of_layers_gives_the_budget_and_one_of_heads_does_not(self, ask, tmp_path):
         """... so that without one a fifth is kept, as without a profile."""
         path = tmp_path / "profile.json"
         mmkv.Profile((0.3,) * LAYERS, budget=0.3).save(path)
