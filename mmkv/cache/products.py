@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Coded(NamedTuple):
-    """Keys or values of some rows as their codes, to be multiplied without reading them.
+    """Keys or values of some rows as codes, which products take as they are.
 
-    Where a slot is held exactly, `codes` are its numbers, with a step of 1 and a lowest of 0.
+    The codes of an exact slot are its numbers, with a step of 1 and a lowest number of 0.
     """
 
     codes: Tensor  # float32 [R, S, D], or the model's type if that is wider

@@ -26,21 +26,20 @@ _CPU_PIECE, _DEVICE_PIECE = 2**19, 2**28
 
 
 class QuantizedKV:
-    """The pairs of R rows in S slots, in 8 or 4 bits, but for a few that are held exactly.
+    """The pairs of R rows in S slots, in 8 or 4 bits; a few are exact.
 
-    A pair is its key, rotated and less the row's mean, and its value: twice N numbers, N the larger
-    of D and Dv. What is to be saved are the five tensors, `start` and `opened`; all else follows
-    from the wrap.
+    A pair is a key, rotated and minus the row's mean, and a value: twice N numbers, N the larger of
+    D and Dv. A file needs the five tensors, `start` and `opened`; the wrap gives the rest.
 
     Attributes:
-        codes: uint8 [R, P, S, N]. In 8 bits P is 2, keys and values; in 4 bits P is 1, and a byte
-            has a number of the key in its low bits, and in its high ones that of the value.
+        codes: uint8 [R, P, S, N]. In 8 bits P is 2, keys and values. In 4 bits P is 1: a byte has
+            a number of the key in its low bits, and one of the value in its high bits.
         ranges: float16 [R, 2, 2 G, S], the steps of a key's and a value's G groups, and their
-            lowest numbers; 1 and 0 for a slot that is empty or held exactly.
-        exact: [R, X, 2, N] in the model's type, pairs that are held exactly: `WINDOW` places for
-            generated tokens, if it is `opened`, and behind them the row's first tokens.
-        exact_slots: int64 [R, X], the slot of each. Places without a token of their own repeat
-            another one's slot and pair.
+            lowest numbers; 1 and 0 for an empty or an exact slot.
+        exact: [R, X, 2, N] in the model's type, the exact pairs: `WINDOW` places for generated
+            tokens, if there is a window, and behind them the row's first tokens.
+        exact_slots: int64 [R, X], the slot of each place. A place without a token of its own
+            repeats another one's slot and pair.
         mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider.
         sizes: D and Dv; None: N both.
         start: the position of the token that enters the window at its place 0.
@@ -83,9 +82,9 @@ class QuantizedKV:
     ) -> QuantizedKV:
         """Quantise the pairs [R, S, D] and [R, S, Dv] in slots that are `filled`, bool [R, S].
 
-        Those at `exact_slots` are held exactly. `mean` is that of earlier pairs of these rows; for
-        None, and NaN in a row, it is that of these keys, the exact ones left out. Other arguments
-        are attributes.
+        Pairs at `exact_slots` stay exact. `mean` [R, 1, N] is that of rows that were quantised
+        before; None, and NaN for a row, takes the mean of these keys without the exact ones. Other
+        arguments are attributes.
         """
         sizes = keys.shape[-1], values.shape[-1]
         matrix = rotation(*sizes, keys.dtype, keys.device)
@@ -184,7 +183,7 @@ class QuantizedKV:
         return [n for n in [first, *rest] if n]
 
     def write(self, key: Tensor, value: Tensor, slots: int | Tensor, position: int) -> None:
-        """Hold the pairs of q new tokens exactly, the first at `position`; one of `pieces`.
+        """Put the pairs of q new tokens, one of `pieces`, into the window; the first at `position`.
 
         Keys [R, q, D] are rotated. `slots` is the first of q slots that all rows use, or int64 [R]
         for one token.
@@ -202,7 +201,7 @@ class QuantizedKV:
             self._replace(pairs[:, i : i + 1], slots + i)
 
     def place(self, key: Tensor, value: Tensor, slots: Tensor, place: Tensor) -> None:
-        """Do the same for one token at a place [1] of the window, without the host.
+        """Put one token's pair at a place [1] of the window, in a replayed step.
 
         The host has called `make_room`; slots are int64 [R or 1].
         """
@@ -217,7 +216,7 @@ class QuantizedKV:
         return (position - self.start) % WINDOW
 
     def _replace(self, pairs: Tensor, slots: int | Tensor) -> None:
-        """Let new pairs [R, 1, 2, N] take the slots of dropped ones, wherever these are held."""
+        """Put new pairs [R, 1, 2, N] in place of the dropped ones of these slots."""
         if isinstance(slots, int):
             self.ranges[:, 0, :, slots], self.ranges[:, 1, :, slots] = 1.0, 0.0
             same = self.exact_slots == slots
@@ -233,8 +232,8 @@ class QuantizedKV:
     def make_room(self, position: int) -> None:
         """Make a place in the window for the token at `position`.
 
-        The places that it and later tokens will take are in codes then. Work of the host between
-        steps: a replayed step does none of it.
+        This writes the oldest `BULK` of a full window as codes. The host does it between steps; a
+        replayed step does not.
         """
         if not self.opened:
             pairs, slots = self.exact[:, -1:], self.exact_slots[:, -1:]
