@@ -112,7 +112,7 @@ class Models:
         self._loaded: dict[str, chat.Loaded] = {}
 
     def get(self, name: str) -> chat.Loaded:
-        """Load a model once; a ValueError if it is not on the list or cannot be loaded."""
+        """Return a model, loaded once; a ValueError if it is not listed or cannot be loaded."""
         if name not in self.names:
             raise ValueError(f"model {name!r} is not offered here: use {', '.join(self.names)}")
         if name not in self._loaded:

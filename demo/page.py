@@ -132,7 +132,7 @@ def _control(name: str, hint: Any) -> Any:
 
 
 def _policy_chosen(policy: str) -> list[Any]:
-    """Show the controls of the policy's options, at its defaults."""
+    """Return updates that show the policy's options, at its defaults."""
     defaults = policy_class(policy).options()
     return [
         gr.update(visible=name in defaults, value=shown_option(hint, defaults.get(name)))
@@ -145,8 +145,8 @@ def _least(policy: str) -> int:
 
 
 def _floor(least: Any) -> str:
-    """Return what is said below the budget: the floor of a short prompt."""
-    floor = f"; of a short prompt at least {least:g} tokens stay (option Least)" if least else ""
+    """Return the note below the budget: what it means, and the floor of short prompts."""
+    floor = f"; at least {least:g} tokens of a short prompt (option Least)" if least else ""
     return f"The share that is kept{floor}"
 
 

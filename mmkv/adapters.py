@@ -242,7 +242,7 @@ def shape(config: Any) -> dict[str, Any]:
 
 
 def find(model: nn.Module) -> Adapter:
-    """Find the parts of a model, also inside containers such as PEFT's.
+    """Return the parts of a model, also inside containers such as PEFT's.
 
     Raises:
         ValueError: the class or its decoder is not supported; the message lists supported ones.

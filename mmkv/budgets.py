@@ -21,7 +21,7 @@ _MOST = 2**31  # more tokens than any prompt has, and small enough for arithmeti
 
 
 def number(budget: Any) -> float | int:
-    """Convert a budget to a float, the fraction kept, or an int, the tokens per layer and head.
+    """Return a budget as a float, the fraction kept, or an int, the tokens per layer and head.
 
     NumPy's numbers, `Fraction` and `Decimal` are accepted too, and texts as on a command line. A
     share of bytes stays as it is.
@@ -86,7 +86,7 @@ def checked(policy: Policy, budget: Any) -> float | int | None:
 
 
 def parse(text: str) -> float | int:
-    """Parse a budget: "0.2" and "20%" are fractions, "200" is a number of tokens."""
+    """Return the budget of a text: "0.2" and "20%" are fractions, "200" is tokens."""
     text = text.strip()
     try:
         if text.endswith("%"):
@@ -104,7 +104,7 @@ def parse(text: str) -> float | int:
 def parse_list(
     text: str, one: Callable[[str], float | int] = parse, what: str = "budget"
 ) -> list[float | int]:
-    """Parse budgets separated by commas, each by `one`, and refuse duplicates."""
+    """Return the budgets of a text, separated by commas, each by `one`; refuse duplicates."""
     budgets: list[float | int] = []
     for part in text.split(","):
         budget = one(part)

@@ -226,8 +226,8 @@ def _check_shares(header: dict[str, Any], plan: CacheConfig, n_layers: int) -> N
 
 
 def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
-    """Check and return the inputs per token and picture, removed from `tensors`; and bool [B, T],
-    True for the tokens of pictures."""
+    """Return the checked inputs per token and picture, removed from `tensors`, and a mask of the
+    tokens of pictures, bool [B, T]."""
     model: Any = attachment.model
     images = attachment.parts.image_token_ids
     names = {x.removeprefix("inputs.") for x in tensors if x.startswith("inputs.")}
@@ -269,7 +269,7 @@ def _layer(
     pair_shape: tuple[int, int],
     dtypes: tuple[torch.dtype, ...],
 ) -> dict[str, Tensor]:
-    """Check and return what a layer keeps (`packed`), removed from `tensors`; pair_shape: H, D."""
+    """Return a layer's checked tensors (`packed`), removed from `tensors`; pair_shape: H, D."""
     (B, T), (H, D), policy = prompt.valid.shape, pair_shape, plan.policy
     names = {x.removeprefix(start) for x in tensors if x.startswith(start)}
     n, x = (len(y) if (y := tensors.get(start + name, _NONE)).ndim else 0 for name in _COUNTED)
@@ -340,7 +340,7 @@ def _check_groups(start: str, stored: dict[str, Tensor], row: Tensor, prompt: To
 
 
 def _pop(tensors: dict[str, Tensor], start: str, specs: dict[str, _Spec]) -> dict[str, Tensor]:
-    """Remove, check and return the tensors whose names begin with `start`, by the rest."""
+    """Remove tensors whose names begin with `start`; return them, checked, by the rest."""
     names = [name for name in tensors if name.startswith(start)]
     popped = {name.removeprefix(start): tensors.pop(name) for name in names}
     if different := specs.keys() ^ popped.keys():

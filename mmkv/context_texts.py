@@ -76,7 +76,7 @@ def encode(
 def _chat(
     messages: Sequence[Mapping[str, Any]], processor: Any, earlier: Opened | None, ends: bool
 ) -> tuple[Mapping[str, Any], Opened]:
-    """Encode chat messages; see `encode`."""
+    """Return the inputs of chat messages, and the state of the chat; see `encode`."""
     if processor.chat_template is None:
         raise ValueError("the processor has no template for chat messages: give a text")
     if earlier is not None and not earlier.roles:
@@ -174,7 +174,7 @@ def _tokens(
 
 
 def left_padded(rows: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Mapping[str, Any]:
-    """Join rows of one sequence each, [1, n], into one batch; masks are 0 at the padding."""
+    """Return one batch of rows of one sequence each, [1, n]; masks are 0 at the padding."""
     if len(rows) == 1:
         return rows[0]
     fill = dict.fromkeys(rows[0], 0) | {"input_ids": pad_id}

@@ -178,7 +178,7 @@ def divergence(log_p: Tensor, logits: Tensor) -> Tensor:
 
 
 def _padded(answers: Sequence[Sequence[int]], device: Any) -> Tensor:
-    """Pad answers to [B, T] with token 0, whose predictions are not counted."""
+    """Return answers padded to [B, T] with token 0, whose predictions are not counted."""
     longest = max(1, max(map(len, answers), default=0))
     return torch.tensor([[*x, *[0] * (longest - len(x))] for x in answers], device=device)
 

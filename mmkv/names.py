@@ -36,7 +36,7 @@ def unknown(what: str, name: str, candidates: Sequence[str]) -> str:
 
 
 def key(name: str) -> str:
-    """Normalise a name: "Ada-PyramidKV" and "ada_pyramidkv" give the same key."""
+    """Return the key of a name: that of "Ada-PyramidKV" and "ada_pyramidkv" is the same."""
     return re.sub("[-_ ]", "", name).casefold()
 
 

@@ -164,7 +164,7 @@ def _lit(picture: Image.Image, shares: Shares) -> NDArray[np.uint8]:
 
 
 def _spread(shares: NDArray[Any], picture: Image.Image) -> NDArray[Any]:
-    """Enlarge [rows, cols] to the picture's [height, width]."""
+    """Return [rows, cols] enlarged to the picture's [height, width]."""
     rows, cols = shares.shape
     y = np.arange(picture.height) * rows // picture.height
     x = np.arange(picture.width) * cols // picture.width

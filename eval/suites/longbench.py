@@ -114,7 +114,7 @@ def _read_config(folder: Path, name: str, kind: type[T], tasks: list[str]) -> di
 
 
 def _parse(template: str, place: str) -> list[tuple[str, str | None]]:
-    """Split a template into (text, field) pairs, so that braces in the data need no escaping."""
+    """Return a template's (text, field) pairs, so that braces in the data need no escaping."""
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:

@@ -63,7 +63,7 @@ def _from_words(words: list[str], rng: random.Random, length: int, depth: float)
 
 
 def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
-    """Insert the needle where the letters before it are nearest to a share `depth` of all."""
+    """Return the parts with the needle where the letters before it are nearest to `depth`."""
     letters = list(itertools.accumulate((len(part) for part in parts), initial=0))
     place = min(range(len(letters)), key=lambda i: abs(letters[i] - depth * letters[-1]))
     return [*parts[:place], needle, *parts[place:]]

@@ -58,7 +58,7 @@ def load(request: Request) -> Iterator[Sample]:
 
 @dataclass(frozen=True)
 class _Contexts:
-    """Makes contexts from the passages of a task, or from words of a haystack."""
+    """Contexts made from the passages of a task, or from words of a haystack."""
 
     words: Sequence[str]
     readings: Mapping[str, list[Reading]]

@@ -67,7 +67,7 @@ _RENAMED = {
 def load(
     path: str | Path, *, vision_tower: str | Path | None = None, dtype: torch.dtype | None = None
 ) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """Load an original LLaVA-1.5 checkpoint from a local folder.
+    """Return the model and the processor of an original LLaVA-1.5 checkpoint in a folder.
 
     The image token `<image>` and a padding token are appended to the vocabulary, as in
     transformers' own conversion; their embeddings are the mean of the others.
@@ -190,7 +190,7 @@ def _check_supported(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder, from one safetensors file or from shards."""
+    """Return all tensors of a folder, from one safetensors file or from shards."""
     index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
     if index.is_file():
         names = _read_json(index).get("weight_map")

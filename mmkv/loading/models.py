@@ -61,7 +61,7 @@ def find(name: str, *, convert: bool = True) -> Source:
 
 
 def pretrained(name: str, **options: Any) -> tuple[Any, Any]:
-    """Load a model, in eval mode; return it, and its processor or, of a text model, its tokenizer.
+    """Return a model in eval mode, and its processor or, for a text model, its tokenizer.
 
     Weights are read from safetensors or GGUF only, and no code of the repository is run. `name` is
     as for `find`, `options` are transformers'. The dtype "auto" is that of the saved weights,
@@ -101,7 +101,7 @@ def _one_line_errors(source: Source, prefix: str, *, bars: bool = False) -> Gene
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load a model's tokenizer only; `name` is as for `find`."""
+    """Return a model's tokenizer; `name` is as for `find`."""
     from transformers import AutoTokenizer
 
     source = find(name)
@@ -110,7 +110,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def empty(name: str, dtype: torch.dtype) -> Any:
-    """Make a model on the meta device from its config: modules and shapes without weights."""
+    """Return a model on the meta device, made from its config: modules without weights."""
     source = find(name, convert=False)
     with _one_line_errors(source, f"model {name!r}"), torch.device("meta"):
         config, model_class, _ = _config_and_classes(source)

@@ -44,7 +44,7 @@ _TEMPLATE = (
 
 
 def build(text: Any, tokenizer: Any) -> tuple[Any, Any]:
-    """Make a `LlavaForConditionalGeneration` around SmolLM2, in its dtype, and its processor.
+    """Return a `LlavaForConditionalGeneration` around SmolLM2, in its dtype, and its processor.
 
     SmolLM2's weights are copied; the tower and the projector are untrained.
     """
@@ -91,7 +91,7 @@ def build(text: Any, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def _with_image_token(tokenizer: Any) -> Any:
-    """Rename a reserved token to IMAGE_TOKEN, so that the vocabulary does not grow."""
+    """Return the tokenizer with a reserved token renamed to IMAGE_TOKEN: its size is unchanged."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as place:

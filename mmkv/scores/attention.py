@@ -89,7 +89,7 @@ def scale_of(D: int, scale: float | None, softcap: float | None = None) -> float
 def checked(
     query: Tensor, key: Tensor, valid: Tensor | None, mask: Tensor | None, softcap: float | None
 ) -> tuple[int, int, int, int]:
-    """Check the arguments of a score by attention; return `(B, Hq, Q, D)`."""
+    """Return `(B, Hq, Q, D)` of the arguments of a score by attention, which are checked."""
     shapes = f"query {tuple(query.shape)} and key {tuple(key.shape)}"
     if query.ndim != 4 or key.ndim != 4:
         raise ValueError(f"query must be [B, Hq, N, D] and key [B, H, N, D], got {shapes}")

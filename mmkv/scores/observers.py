@@ -290,9 +290,10 @@ def output_gram(weight: Tensor) -> Tensor:
 
 
 def _runs(valid: Tensor, run: int, *, alike: bool) -> list[Tensor]:
-    """Cut each row's valid tokens [B, N] into runs of equal length, to one: int64 [B, R, C].
+    """Return the runs of each row's valid tokens [B, N]: int64 [B, R, C], with -1 as filler.
 
-    With -1 as filler; if all rows are `alike`, without padding, one tensor per length instead.
+    Lengths differ by one at most. If all rows are `alike`, without padding, return one tensor per
+    length.
     """
     N = valid.shape[1]
     R, counts = -(-N // run), valid.sum(-1)[:, None]
@@ -315,9 +316,9 @@ def _latest(valid: Tensor, number: int) -> Tensor:
 
 
 def _spread_tokens(valid: Tensor, number: int) -> Tensor:
-    """Choose valid tokens of each row [B, Q], its last and as many before: int64 [B, number].
+    """Return valid tokens of each row [B, Q], half of them its last: int64 [B, number].
 
-    -1 is filler.
+    The others are evenly spread before. -1 is filler.
     """
     count, last = valid.sum(-1, keepdim=True), -(-number // 2)
     steps = torch.arange(number, device=valid.device)

@@ -31,7 +31,7 @@ class Recency(Score):
 
 @torch.no_grad()
 def recency(valid: Tensor) -> Tensor:
-    """Score each token by its position in the prompt: `s_j = j`, and 0 for padding.
+    """Return each token's position in the prompt as its score: `s_j = j`, and 0 for padding.
 
     Args:
         valid: bool `[B, N]`, False for padding.

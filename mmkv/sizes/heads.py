@@ -77,7 +77,7 @@ class GlobalHeads(_ByScores):
 
 
 def adaptive_heads(scores: Tensor, totals: Tensor, *, alpha: float = 0.5) -> Tensor:
-    """Split tokens among heads by their numbers of largest scores.
+    """Return head sizes by how many of a row's largest scores each head has.
 
     Args:
         scores: `[B, H, N]`, higher = keep. NaN counts as 0.

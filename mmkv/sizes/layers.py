@@ -49,7 +49,7 @@ class PyramidLayers(Layers):
 
 
 def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) -> list[int]:
-    """Round sizes to whole tokens within bounds, with a sum of exactly `total`.
+    """Return sizes rounded to whole tokens within bounds, of sum exactly `total`.
 
     Sizes are clipped to the bounds; then the difference to `total` is split equally among the
     layers that are not at a bound (the smallest change in the least-squares sense), and the largest
@@ -108,7 +108,7 @@ def fit(sizes: Sequence[float], total: int, *, floor: int = 0, max_size: int) ->
 
 
 def uniform(n_layers: int, total: int, *, max_size: int) -> list[int]:
-    """Give every layer the same number of tokens; the first layers get the remainder.
+    """Return equal sizes of layers; the first layers get the remainder.
 
     Args:
         n_layers: number of layers.

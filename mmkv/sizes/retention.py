@@ -192,7 +192,7 @@ def pooled(
 
 
 def _shares(importance: Tensor, candidates: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Normalise importance `[..., L, N]` to sum 1 in each layer: float64, 0 for filler.
+    """Return importance `[..., L, N]` with sum 1 in each layer: float64, 0 for filler.
 
     Also return which of the N are filler, bool `[..., 1, N]`: all after `candidates` `[...]`.
     """
@@ -213,7 +213,7 @@ def _shares(importance: Tensor, candidates: Tensor | None = None) -> tuple[Tenso
 
 
 def _counted(order: Tensor, totals: Tensor, importance: Tensor) -> list[list[int]]:
-    """Count each layer among the first `totals` `[B]` token-major indices: `[B][L]`."""
+    """Return how many of the first `totals` `[B]` token-major indices each layer has: `[B][L]`."""
     B, L, _ = importance.shape
     sizes = count_first(order, totals.to(order.device)[:, None], L)
     lowest = importance.nan_to_num(nan=0.0).amin().double()

@@ -38,7 +38,7 @@ class SqueezeLayers(Layers):
 def squeeze(
     similarity: Tensor | Sequence[float], total: int, *, p: float = 0.35, max_size: int
 ) -> list[int]:
-    """Reduce the layers that change the residual stream least to `p` times the mean size.
+    """Return sizes with `p` times the mean for layers that change the residual stream least.
 
     The other layers share the tokens freed equally.
 
