@@ -1,8 +1,8 @@
 """Compare few sizes of heads, as vLLM has them, with sizes of each head's own (docs/serving.md).
 
-`python docs/head_classes.py MODEL BUDGET`: both keep equal numbers of pairs of each prompt of the
-documents suite, those that the plugin's classes give in blocks of 32. Prints the divergence from
-the full cache's next-token distributions, nats a token, and the share of equal first choices.
+`python docs/head_classes.py MODEL BUDGET [PROMPTS]`: both keep as many pairs of each prompt of
+the documents suite, those that the plugin's classes give in blocks of 32. Prints the divergence
+from the full cache's next-token distributions, nats a token, and the share of equal first choices.
 """
 
 import sys
@@ -19,8 +19,8 @@ from mmkv.vllm.settings import Sizes
 BLOCK = 32
 
 
-def main(name: str, budget: float) -> None:
-    """Measure 16 prompts."""
+def main(name: str, budget: float, prompts: int = 16) -> None:
+    """Measure that many prompts; each line sums up those so far."""
     loaded = chat.load(name, "cpu", "float32")
     model, policy = loaded.model, mmkv.get_policy("condense", heads="uniform", least=0)
     scores = mmkv.probe(model).retrieval
@@ -35,9 +35,10 @@ def main(name: str, budget: float) -> None:
         H = len(scores[0])
         return tuple(tuple(values[i * H : (i + 1) * H]) for i in layers)
 
-    samples = load_suite("documents", "novels", limit=16, count=token_counter(name))
+    samples = load_suite("documents", "novels", limit=prompts, count=token_counter(name))
     totals = {"own sizes": [0.0, 0, 0], "classes": [0.0, 0, 0]}
     kept = list[float]()
+    print("classes:", [(round(x.share, 3), len(x.heads)) for x in classes])
     for inputs in encode_samples(loaded, samples):
         N = inputs["input_ids"].shape[1]
         sizes = list[float]()
@@ -56,11 +57,13 @@ def main(name: str, budget: float) -> None:
             total[0] += sum(found.divergence)
             total[1] += found.same[0]
             total[2] += found.compared[0]
-    print("classes:", [(round(x.share, 3), len(x.heads)) for x in classes])
-    print(f"kept: {100 * sum(kept) / len(kept):.1f} %")
-    for how, (nats, same, n) in totals.items():
-        print(f"{how}: {nats / n:.4f} nats a token, {100 * same / n:.1f} % same, {n} tokens")
+        figures = [
+            f"{how} {nats / n:.4f} nats a token, {100 * same / n:.1f} % same"
+            for how, (nats, same, n) in totals.items()
+        ]
+        share = 100 * sum(kept) / len(kept)
+        print(f"{len(kept)} prompts, kept {share:.1f} %: {'; '.join(figures)}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]))
+    main(sys.argv[1], float(sys.argv[2]), *map(int, sys.argv[3:]))
