@@ -13,9 +13,11 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
+from PIL import Image
 
 import mmkv
 from helpers.commands import run
@@ -247,6 +249,12 @@ def smollm2_vision() -> chat.Loaded:
     return chat.Loaded("smollm2-vision", *mmkv.load_builtin())
 
 
+def difference(one: Path, other: str) -> float:
+    """The mean distance of two pictures' colours, of 255."""
+    a, b = (np.asarray(Image.open(x).convert("RGB"), dtype=float) for x in (one, other))
+    return float(np.abs(a - b).mean()) if a.shape == b.shape else np.inf
+
+
 class Reached(BaseException):
     """Everything that is checked without a model was found right."""
 
@@ -278,6 +286,7 @@ class TestCommands:
         words = shlex.split(line.replace("$(PICTURE)", picture))
         data = json.loads(run(capsys, *words, "--out", tmp_path, "--json")[0])
         assert data["full"]["answer"] == data["compressed"]["answer"]
+        assert difference(ROOT / "docs" / "kept.png", *data["png"]) < 3
         assert data["compressed"]["nbytes"] < 0.4 * data["full"]["nbytes"]
 
     @pytest.mark.usefixtures("registering")
