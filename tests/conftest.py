@@ -14,11 +14,12 @@ from mmkv import parts, registry, wrapping
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing is kept in the user's cache folder, nor for another run but the converted SmolLM2."""
+    """Nothing is kept in the user's cache folder, nor for another run but the built-in models."""
     folder = tmp_path_factory.mktemp("cache")
-    converted = Path(__file__).parents[1] / "out" / "tests-gguf"
-    converted.mkdir(parents=True, exist_ok=True)
-    (folder / "gguf").symlink_to(converted)
+    for name in ("gguf", "smollm2-vision"):
+        shared = Path(__file__).parents[1] / "out" / f"tests-{name}"
+        shared.mkdir(parents=True, exist_ok=True)
+        (folder / name).symlink_to(shared)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MMKV_CACHE", str(folder))
         yield

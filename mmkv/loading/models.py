@@ -46,7 +46,9 @@ def find(name: str, *, convert: bool = True) -> Source:
     """
     if name == SMOLLM2_VISION:
         text = partial(pretrained, SMOLLM2, dtype="float16")
-        return Source(str(smollm2_vision.assembled(text, find(SMOLLM2).path)), dtype="float32")
+        # A conversion's folder is named by a digest of its source.
+        source = Path(find(SMOLLM2).path).name
+        return Source(str(smollm2_vision.assembled(text, source)), dtype="float32")
     path = smollm2_file() if name == SMOLLM2 else file_of(name)
     if path is None:
         smollm2 = Source(_HUB, dtype="float32", remedy=_REMEDY)
