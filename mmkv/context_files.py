@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -374,6 +374,7 @@ def _plan(plan: CacheConfig) -> dict[str, Any]:
     fields = {"policy": plan.policy.name, **plan.policy.flat()}
     fields |= {"budget": plan.budget, "kv_dtype": plan.kv_dtype}
     fields |= {} if plan.memory is None else {"memory": float(plan.memory.memory)}
+    fields |= {} if plan.table is None else {"table": asdict(plan.table)}
     return json.loads(json.dumps(fields, default=str))
 
 

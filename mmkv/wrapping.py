@@ -30,8 +30,9 @@ from mmkv.calls import unwrap_container
 from mmkv.memory import DEFAULT, Memory
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
+from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.layers import UniformLayers
-from mmkv.sizes.profiled import RetrievalHeads, sized_by_copying, sized_by_pictures
+from mmkv.sizes.profiled import RetrievalHeads, by_copying, by_pictures
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +207,7 @@ def planned(
         )
     if chosen.score.repeats:
         repetition.check_instruction(parts, chosen)
-    fractions, measured = None, None
+    fractions, measured, table = None, None, None
     if profile is not None:
         given = None if memory is not None else budget
         measured = profiles.read(profile, parts.config, n_layers, given)
@@ -217,9 +218,11 @@ def planned(
     if measured is None:
         pass
     elif measured.visual is not None:
-        chosen = sized_by_pictures(chosen, measured.visual, compressed)
+        table = by_pictures(chosen, measured.visual, compressed)
+        chosen = replace(chosen, heads=UniformHeads())
     elif measured.retrieval is not None:
-        chosen = sized_by_copying(chosen, measured.retrieval, compressed)
+        table = by_copying(chosen, measured.retrieval, compressed)
+        chosen = replace(chosen, heads=UniformHeads())
     else:
         if chosen.heads.is_global:
             raise ValueError(
@@ -249,11 +252,11 @@ def planned(
     codes.check(kv_dtype)
     sampling = SampledSizes(chosen.layers.learns) if chosen.layers.learns else None
     fields = checked_budget, fractions, kv_dtype, evict_chunks
-    config = CacheConfig(chosen, *fields, graph=graph and parts.ranks == 1, sampling=sampling)
+    graph = graph and parts.ranks == 1
+    config = CacheConfig(chosen, *fields, table=table, graph=graph, sampling=sampling)
     if not config.keeps_everything:
-        _check_spread(parts, chosen, sized=fractions is not None)
-        waits_for_probe = isinstance(chosen.heads, RetrievalHeads)
-        config = replace(config, waits_for_probe=waits_for_probe)
+        _check_spread(parts, config)
+        config = replace(config, waits_for_probe=isinstance(chosen.heads, RetrievalHeads))
     if memory is not None:
         _, head_dim = parts.pair_shape(compressed[0])
         config = allotted(config, memory, model.dtype.itemsize, head_dim)
@@ -276,12 +279,11 @@ def _check_memory(memory: Memory, policy: Policy, kv_dtype: str | None, profile:
         )
 
 
-def _check_spread(parts: adapters.Adapter, policy: Policy, *, sized: bool) -> None:
+def _check_spread(parts: adapters.Adapter, plan: CacheConfig) -> None:
     """Refuse a policy that compares heads of different processes (tensor parallelism).
 
     Each process has some of the key-value heads and selects tokens for these alone, so such a
-    policy would select differently in each process. `sized` says that a profile gives the layer
-    sizes, so that the policy's `layers` part is not used.
+    policy would select differently in each process.
     """
     if parts.ranks == 1:
         return
@@ -292,16 +294,16 @@ def _check_spread(parts: adapters.Adapter, policy: Policy, *, sized: bool) -> No
             f"{spread}, which {heads} key-value heads cannot be evenly: use a number of processes "
             "that divides them"
         )
-    score, layers, by_head = policy.score, policy.layers, policy.heads
+    score, layers, heads_part = plan.policy.score, plan.policy.layers, plan.policy.heads
     if not score.by_head:
         why = f"score={score.name!r} looks at all of a layer's: use another, such as 'window'"
     elif score.ranks and score.average_heads:
         why = "average_heads=True takes the mean of a layer's: use average_heads=False"
-    elif not sized and layers.needs not in ("", "similarity"):
+    elif plan.fractions is None and layers.needs not in ("", "similarity"):
         name = layers.name or type(layers).__name__
         why = f"layers={name!r} sizes layers by all of them: use layers='uniform' or 'pyramid'"
-    elif not by_head.equal:
-        name = f"heads={by_head.name!r}" if by_head.name else "a profile"
+    elif not plan.equal_heads:
+        name = f"heads={heads_part.name!r}" if plan.table is None else "a profile"
         why = f"{name} gives them sizes of their own: use heads='uniform'"
     else:
         return

@@ -194,15 +194,16 @@ def plan_command(
     limit: int = getattr(net.config.get_text_config(), "max_position_embeddings", None) or 4096
     length = prompt or max(1, min(4096, limit - new))
     _warn_beyond(net, length + new)
+    table = None
     if profile is not None or memory is not None:
         config, _ = planned(net, adapters.find(net), chosen, size, profile=profile)
-        chosen = config.policy
+        chosen, table = config.policy, config.table
         if memory is not None and config.budget is not None:
             size, kv_dtype = config.budget, config.kv_dtype
     sizes = Sizes.of(net)
     load, card = Load(batch=batch, prompt=length, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))
-    smaller = plan(sizes, load, card, chosen, size, kv_dtype)
+    smaller = plan(sizes, load, card, chosen, size, kv_dtype, table)
     name = " ".join(filter(None, (policy, budget or f"{size:.3g}", kv_dtype)))
     cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
     rows = [(label, [*figures.values()]) for label, figures in cells.items()]

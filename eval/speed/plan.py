@@ -24,6 +24,7 @@ from mmkv.eval.speed.cards import Card
 from mmkv.policy import Policy
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
+from mmkv.sizes.profiled import HeadTable
 
 # Usable share of a card's memory; the rest is for the CUDA context and fragmentation.
 _USABLE = 0.95
@@ -155,11 +156,15 @@ def plan(
     policy: Policy,
     budget: float | int = 1.0,
     kv_dtype: str | None = None,
+    table: HeadTable | None = None,
 ) -> Plan:
-    """Return bounds of a policy on a card; `budget` and `kv_dtype` are as for `mmkv.wrap`."""
+    """Return bounds of a policy on a card; `budget` and `kv_dtype` are as for `mmkv.wrap`.
+
+    `table` gives sizes of heads in place of the policy's.
+    """
     if policy.layers.retention is None:
         checked(policy, budget)
-    empty = empty_slots(CacheConfig(policy, budget), load.prompt) or 0.0
+    empty = empty_slots(CacheConfig(policy, budget, table=table), load.prompt) or 0.0
     itemsize, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
 
     def pairs_bytes(layer: Layer, tokens: float, generated: int) -> float:

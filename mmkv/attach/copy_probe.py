@@ -25,7 +25,7 @@ from mmkv.loading import cache_folder
 from mmkv.profiles import Profile
 from mmkv.scores.attention import window_rows
 from mmkv.sizes.heads import UniformHeads
-from mmkv.sizes.profiled import sized_by_copying
+from mmkv.sizes.profiled import by_copying
 
 if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
@@ -143,11 +143,12 @@ def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
     try:
         scores = cached(attachment).retrieval
         assert scores is not None
-        policy = sized_by_copying(plan.policy, scores, attachment.compressed)
+        table = by_copying(plan.policy, scores, attachment.compressed)
     except ValueError as error:
         logger.warning("%s", error)
-        policy = replace(plan.policy, heads=UniformHeads())
-    return for_heads(replace(plan, policy=policy, waits_for_probe=False))
+        table = None
+    policy = replace(plan.policy, heads=UniformHeads())
+    return for_heads(replace(plan, policy=policy, table=table, waits_for_probe=False))
 
 
 def _ready(attachment: Attachment) -> bool:

@@ -12,7 +12,6 @@ from mmkv.memory import USUAL, Memory, allot
 from mmkv.merge.groups import MergeIntoGroups
 from mmkv.parts import SizeInputs
 from mmkv.sizes.layers import fit
-from mmkv.sizes.profiled import HeadsByWeight
 
 
 def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) -> CacheConfig:
@@ -57,19 +56,19 @@ def empty_slots(plan: CacheConfig, length: int) -> float | None:
     Heads of different sizes share a block that is as long as its largest head (`group_rows`). None
     where their sizes depend on scores, or on the copy probe.
     """
-    policy, heads = plan.policy, plan.policy.heads
+    policy, table = plan.policy, plan.table
     if plan.keeps_everything or plan.kept_whole >= length:
         return 0.0
-    if not isinstance(heads, HeadsByWeight) or policy.layers.needs:
-        return None if plan.waits_for_probe or not heads.equal else 0.0
-    n_layers, floor = len(heads.layers), min(length, policy.window_size + policy.sinks)
+    if table is None or policy.layers.needs:
+        return None if plan.waits_for_probe or not plan.equal_heads else 0.0
+    n_layers, floor = len(table.layers), min(length, policy.window_size + policy.sinks)
     total = max(plan.total_kept(n_layers, length), n_layers * floor)
     rows = SizeInputs(totals=[total], lengths=[length], floors=[floor], n_layers=n_layers)
     slots, n_kept, n_heads = 0, 0, 1
-    sizes = fit(policy.layers(rows)[0], total, floor=floor, max_size=length)
+    sizes = fit(plan.layer_sizes(rows)[0], total, floor=floor, max_size=length)
     for i, size in enumerate(sizes):
         mean, most = size - floor, length - floor
-        targets = heads.target_sizes(i, mean, most)
+        targets = table.head_sizes(i, mean, most)
         n_heads = len(targets)
         counts = floor + np.array(fit(targets, n_heads * mean, max_size=most))
         slots += sum(len(x) * int(counts[x].max()) for x in group_rows(counts))

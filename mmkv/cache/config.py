@@ -20,7 +20,9 @@ from mmkv.cache import sampling
 from mmkv.cache.sampling import SampledSizes
 from mmkv.layer_inputs import closed
 from mmkv.memory import Allotment
+from mmkv.parts import SizeInputs
 from mmkv.policy import Policy
+from mmkv.sizes.profiled import HeadTable
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ class CacheConfig:
     kv_dtype: str | None = None
     # Evict after every chunk of a prompt that is read in chunks, not only after the last.
     evict_chunks: bool = False
+    # Sizes of heads that were measured, in place of the policy's; None: the policy sizes them.
+    table: HeadTable | None = None
     # Whether head sizes wait for a run of the copy probe (`mmkv.attach.copy_probe`).
     waits_for_probe: bool = False
     # The share of the full cache's bytes from which budget and type follow; None: they were given.
@@ -73,6 +77,23 @@ class CacheConfig:
             return f"memory {self.memory.memory}"
         retention = self.policy.layers.retention
         return f"budget {self.budget}" if self.budget else f"retention {retention}"
+
+    @property
+    def equal_heads(self) -> bool:
+        """Whether all heads of a layer keep the same number of tokens."""
+        return self.table is None and self.policy.heads.equal
+
+    def layer_sizes(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
+        """Return how many tokens each layer keeps, [B][L], see `mmkv.parts.Layers`."""
+        if self.table is not None and self.table.sizes_layers:
+            return self.table.layer_sizes(rows)
+        return self.policy.layers(rows)
+
+    def split(self, scores: Tensor, totals: Tensor, layer_idx: int) -> Tensor:
+        """Split a layer's size among its heads, see `mmkv.parts.Heads`."""
+        if self.table is not None:
+            return self.table.split(scores, totals, layer_idx)
+        return self.policy.heads(scores, totals, layer_idx=layer_idx)
 
     @cached_property
     def keeps_everything(self) -> bool:

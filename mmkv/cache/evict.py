@@ -86,7 +86,7 @@ def evict(
         n_newest: how many of the last tokens were generated since the prompt.
     """
     B, H, _, _ = prompt_kv.keys.shape
-    ranking = selection.ranked(plan.policy, prompt_kv, prompt, sizes, layer_idx, split)
+    ranking = selection.ranked(plan, prompt_kv, prompt, sizes, layer_idx, split)
     merge = None if list(sizes) == prompt.lengths else plan.policy.merge
     kept = ranking.kept(prompt_kv) if merge is None else _merged(merge, prompt_kv, prompt, ranking)
     slots = _place(prompt_kv, kept, plan, prompt)

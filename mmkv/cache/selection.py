@@ -179,7 +179,7 @@ def _check_scores(score: Score, out: Tensor, query: Tensor, key: Tensor) -> None
 
 
 def ranked(
-    policy: Policy,
+    plan: CacheConfig,
     kv: PromptKV,
     prompt: TokenMasks,
     sizes: Sequence[int],
@@ -189,15 +189,15 @@ def ranked(
     """Rank the tokens of one layer.
 
     Args:
-        policy: its `heads` and `recent` are used.
+        plan: head sizes, and the policy's share of recent tokens.
         kv: the tokens; without scores if every row keeps all of them.
         prompt: the masks of the tokens.
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: the index of the layer.
         split: int64 [B, H], tokens kept by each head, if the heads of all layers share a budget.
     """
-    heads, known = policy.heads, None
-    if heads.equal and split is None and not kv.evicted:
+    policy, known = plan.policy, None
+    if plan.equal_heads and split is None and not kv.evicted:
         # A first prompt of which all heads keep the same number of tokens.
         lengths, n_pinned = torch.tensor(prompt.lengths), torch.tensor(prompt.n_pinned)
         P = 1 if kv.scores is None else kv.scores.shape[1]
@@ -209,15 +209,15 @@ def ranked(
     protected = protected.expand(present.shape)
     if split is not None:
         size = split.to(size.device, non_blocking=True)
-    elif not (heads.equal or heads.is_global):
+    elif not (plan.equal_heads or policy.heads.is_global):
         n_always, competing = always_kept.sum(-1), present & ~always_kept
-        size = _split(policy, scores, competing, n_always, size, sizes, layer_idx)
+        size = _split(plan, scores, competing, n_always, size, sizes, layer_idx)
     rank = scores.masked_fill(always_kept, float("inf")).masked_fill(~present, float("-inf"))
     return Ranking(rank, size, protected, free, known)
 
 
 def _split(
-    policy: Policy,
+    plan: CacheConfig,
     scores: Tensor,
     competes: Tensor,
     n_always: Tensor,
@@ -238,7 +238,7 @@ def _split(
     splits = ~fits & (budget_left > 0)
     competing_scores = scores.masked_fill(~competes, float("-inf"))
     totals = torch.where(splits, H * budget_left, 0)
-    split = n_always + policy.heads(competing_scores, totals, layer_idx=layer_idx)
+    split = n_always + plan.split(competing_scores, totals, layer_idx)
     split = torch.where(splits[:, None], split, size)
     return torch.where(fits[:, None], n_present, split.minimum(n_present))
 
@@ -285,7 +285,7 @@ def sizes_of_rows(
         if scores and policy.layers.needs == "scores":
             sorted_scores, n_candidates = competing(scores, positions, prompt)
             inputs |= {"scores": sorted_scores[rows], "n_candidates": n_candidates[rows]}
-        target_sizes = policy.layers(SizeInputs(totals=list(totals.values()), **inputs))
+        target_sizes = plan.layer_sizes(SizeInputs(totals=list(totals.values()), **inputs))
         if policy.layers.retention is not None:
             items = zip(totals.items(), target_sizes, strict=True)
             totals = {row: max(total, int(sum(sizes))) for (row, total), sizes in items}

@@ -8,14 +8,13 @@ Related: head budgets measured offline (SparseMM, arXiv 2506.05344; LU-KV).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mmkv.parts import Heads, Layers, PositiveShare, Share, SizeInputs, register_part
-from mmkv.sizes.heads import UniformHeads
+from mmkv.parts import Heads, PositiveShare, Share, SizeInputs, register_part
 from mmkv.sizes.layers import UniformLayers, fit
 
 if TYPE_CHECKING:
@@ -27,25 +26,50 @@ FILE = "mmkv-profile.json"
 VISUAL_FILE = "mmkv-visual-heads.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HeadsByWeight(Heads):
-    """A layer's size is split among its heads in proportion to `weights` [L][H] of a profile.
+@dataclass(frozen=True)
+class HeadTable:
+    """The sizes of all heads, in proportion to `weights` [L][H] of the L compressed layers.
+
+    A head keeps at most the whole prompt. Pinned tokens, such as those of the observation window,
+    are added to each head's size.
 
     Attributes:
-        layers: indices of the layers that were measured.
+        weights: not negative.
+        layers: the indices of the layers in the model.
+        sizes_layers: whether a layer's size is the mean of its heads' sizes; else the policy sizes
+            layers, and the table splits them.
     """
 
-    layers: tuple[int, ...]
     weights: Weights
+    layers: tuple[int, ...]
+    sizes_layers: bool
 
-    def __post_init__(self) -> None:
-        """Skip the checks: `mmkv.wrap` makes this part from a checked profile."""
+    @classmethod
+    def of(cls, policy: Policy, weights: Weights, layers: tuple[int, ...]) -> HeadTable:
+        """Make the table, which sizes layers too, unless a part of the policy does."""
+        return cls(weights, layers, isinstance(policy.layers, UniformLayers))
 
-    def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
-        """Return head sizes by the profile; the host waits once, for the rows' totals.
+    def layer_sizes(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
+        """Return each layer's size, [B][L]: the floor, and its heads' share of the rest."""
+        H, L, layer_sizes = len(self.weights[0]), rows.n_layers, list[list[float]]()
+        flat = [w for layer in self.weights for w in layer]
+        for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
+            sizes = proportional(flat, H * (total - L * floor), length - floor)
+            layer_sizes.append([floor + sum(sizes[i * H : (i + 1) * H]) / H for i in range(L)])
+        return layer_sizes
+
+    def head_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:
+        """Return the sizes of the heads of layer `index` of the L, of this mean, in tokens."""
+        weights = self.weights[index]
+        return proportional(weights, len(weights) * mean, max_size)
+
+    def split(self, scores: Tensor, totals: Tensor, layer_idx: int) -> Tensor:
+        """Split a layer's size among its heads; arguments and result are those of `Heads`.
+
+        The host waits once, for the rows' totals.
 
         Raises:
-            ValueError: the profile has another number of heads.
+            ValueError: the table has another number of heads.
         """
         H, index = scores.shape[1], self.layers.index(layer_idx)
         if len(self.weights[index]) != H:
@@ -54,43 +78,9 @@ class HeadsByWeight(Heads):
         n_candidates = (scores > -torch.inf).any(1).sum(-1)
         sizes = list[list[int]]()
         for mean, n in torch.stack([totals // H, n_candidates], dim=1).tolist():
-            targets = self.target_sizes(index, mean, n) if mean else [0.0] * H
+            targets = self.head_sizes(index, mean, n) if mean else [0.0] * H
             sizes.append(fit(targets, H * mean, max_size=n))
         return torch.tensor(sizes).to(scores.device, non_blocking=True)
-
-    def target_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:
-        """Return the sizes of a measured layer's heads, of this mean, at most `max_size` tokens."""
-        weights = self.weights[index]
-        return proportional(weights, len(weights) * mean, max_size)
-
-
-@dataclass(frozen=True)
-class LayersByWeight(Layers):
-    """A layer's size is the mean of its heads' sizes, by `weights` [L][H]."""
-
-    weights: Weights
-
-    def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """Return the floor plus the rest of the total, split among the heads of all layers."""
-        H, L, layer_sizes = len(self.weights[0]), rows.n_layers, list[list[float]]()
-        flat = [w for layer in self.weights for w in layer]
-        for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
-            sizes = proportional(flat, H * (total - L * floor), length - floor)
-            layer_sizes.append([floor + sum(sizes[i * H : (i + 1) * H]) / H for i in range(L)])
-        return layer_sizes
-
-
-def by_weight(policy: Policy, weights: Weights, layers: tuple[int, ...]) -> Policy:
-    """Return the policy with head sizes in proportion to weights [L][H], at most the whole prompt.
-
-    Weights are those of the compressed `layers`, not negative. Uniform layer sizes are replaced by
-    the means of the heads' sizes; other layer sizes stay, and are split among the layer's heads.
-    Pinned tokens, such as those of the observation window, are added to each head's size.
-    """
-    heads = HeadsByWeight(weights=weights, layers=layers)
-    if isinstance(policy.layers, UniformLayers):
-        return replace(policy, layers=LayersByWeight(weights), heads=heads)
-    return replace(policy, heads=heads)
 
 
 def proportional(weights: Sequence[float], total: float, max_size: float) -> list[float]:
@@ -147,21 +137,21 @@ class RetrievalHeads(_Measured):
     profile = FILE
 
 
-def sized_by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Policy:
-    """Return the policy with sizes by copy scores [L][H] of the compressed `layers`.
+def by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> HeadTable | None:
+    """Return the table of copy scores [L][H] of the compressed `layers`; None if no head copies.
 
     Head u keeps the share `min(1, c * (r_u + floor))` of the prompt, with c such that the mean is
     the budget. Pinned tokens, such as those of the observation window, are added.
 
     Raises:
-        ValueError: its score ranks tokens once for all heads of a layer.
+        ValueError: the policy's score ranks tokens once for all heads of a layer.
     """
     chosen = policy.heads if isinstance(policy.heads, RetrievalHeads) else RetrievalHeads()
     chosen.check(policy)
     if max(map(max, scores)) < chosen.copying:
-        return replace(policy, heads=UniformHeads())
+        return None
     weights = tuple(tuple(r + chosen.floor for r in layer) for layer in scores)
-    return by_weight(policy, weights, layers)
+    return HeadTable.of(policy, weights, layers)
 
 
 @register_part("visual")
@@ -193,8 +183,8 @@ class VisualHeads(_Measured):
         super().check(policy)
 
 
-def sized_by_pictures(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Policy:
-    """Return the policy with sizes by visual scores [L][H] of the compressed `layers`.
+def by_pictures(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> HeadTable:
+    """Return the table of visual scores [L][H] of the compressed `layers`.
 
     A head's size is `rho * b + (1 - rho) * b * L * H * s`, with s the head's share of all scores
     and b the mean budget without pinned tokens (such as those of the observation window), which
@@ -210,4 +200,4 @@ def sized_by_pictures(policy: Policy, scores: Weights, layers: tuple[int, ...]) 
     weights = tuple(
         tuple(chosen.rho + (1 - chosen.rho) * number * s / total for s in layer) for layer in scores
     )
-    return by_weight(policy, weights, layers)
+    return HeadTable.of(policy, weights, layers)

@@ -88,7 +88,7 @@ def compress(x: Prompt, size: int, policy: Policy) -> tuple[Tensor, Tensor, Tens
         layer_idx=x.layer_idx,
     )
     kv.score(policy, layer, masks, [size])
-    ranking = ranked(policy, kv, masks, [size], x.layer_idx)
+    ranking = ranked(plan, kv, masks, [size], x.layer_idx)
     kept = ranking.kept(kv) if policy.merge is None else policy.merge(kv, ranking)
     if kept.keys is not None and kept.values is not None:
         keys, values = kept.keys, kept.values

@@ -20,7 +20,6 @@ from helpers.pretending import DEVICE, Devices, OnDevice, move
 from helpers.profiles import profile_of
 from mmkv.attach import graph
 from mmkv.parts import slots
-from mmkv.sizes.profiled import HeadsByWeight
 
 NEW, FEW = 20, 8
 
@@ -168,9 +167,9 @@ def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
     allowed += 3 * (policy.layers.mini_prefill + policy.score.repeats)  # a second pass
     allowed += 3 * policy.heads.is_global
     allowed += L * (
-        2 if policy.merge is not None and policy.merge.weighted else not policy.heads.equal
+        2 if policy.merge is not None and policy.merge.weighted else not cache.plan.equal_heads
     )
-    allowed += L * isinstance(policy.heads, HeadsByWeight)
+    allowed += L * (cache.plan.table is not None)
     if policy.layers.needs == "measure":  # how long the text behind a picture is, for two parts
         allowed += 2 * L
     more = found - alone

@@ -16,7 +16,7 @@ from mmkv import adapters
 from mmkv.attach import copy_probe
 from mmkv.loading import cache_folder
 from mmkv.profiles import Profile
-from mmkv.sizes.profiled import HeadsByWeight
+from mmkv.sizes.profiled import HeadTable
 
 L, H = 3, 2
 SCORES = ((0.0, 0.02), (0.9, 0.05), (0.2, 0.0))
@@ -46,8 +46,8 @@ def profile_of(model, scores=SCORES):
     )
 
 
-def heads_of(model) -> object:
-    return model._mmkv.plan.policy.heads
+def table_of(model):
+    return model._mmkv.plan.table
 
 
 def naive_scores(query, key, n, scale, softcap):
@@ -127,10 +127,10 @@ def test_sizes_are_proportional_to_copy_scores(probed):
 def test_condense_uses_probe_unless_profile_is_given(probed):
     model = make_model("llama")
     with mmkv.wrapped(model, budget=0.2):
-        assert isinstance(heads_of(model), HeadsByWeight)
+        assert isinstance(table_of(model), HeadTable)
     given = profile_of(model, ((0.5, 0.5), (0.0, 0.0), (0.0, 0.0)))
     with mmkv.wrapped(model, budget=0.2, profile=given):
-        assert heads_of(model).weights[0] == (0.52, 0.52)
+        assert table_of(model).weights[0] == (0.52, 0.52)
     with mmkv.wrapped(model, budget=1.0), mmkv.wrapped(make_model("llama"), "snapkv", 0.5):
         pass
     assert len(probed) == 1, "nothing that keeps everything, and no other policy, is probed"
@@ -140,9 +140,9 @@ def test_no_copying_heads_give_equal_sizes():
     model = make_model("llama")
     low = tuple(tuple(x / 10 for x in layer) for layer in SCORES)
     with mmkv.wrapped(model, budget=0.2, profile=profile_of(model, low)):
-        assert heads_of(model).equal
+        assert model._mmkv.plan.equal_heads
     with mmkv.wrapped(model, budget=0.2, profile=profile_of(model, low), copying=0.05):
-        assert not heads_of(model).equal
+        assert not model._mmkv.plan.equal_heads
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
@@ -150,7 +150,7 @@ def test_probe_result_is_saved_by_weights(probed):
     model = make_model("llama")
     for _ in range(2):
         with mmkv.wrapped(model, budget=0.2):
-            assert isinstance(heads_of(model), HeadsByWeight)
+            assert isinstance(table_of(model), HeadTable)
     assert len(probed) == 1
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.mul_(1.5)
@@ -188,7 +188,7 @@ def test_unwritable_folder_is_no_error(probed, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MMKV_CACHE", str(tmp_path / "file"))
     with mmkv.wrapped(make_model("llama"), budget=0.2) as model:
-        assert isinstance(heads_of(model), HeadsByWeight)
+        assert isinstance(table_of(model), HeadTable)
 
 
 @pytest.mark.parametrize("later", ["weights", "eval"])
@@ -227,7 +227,7 @@ def test_the_probe_waits_until_the_model_can_run(probed, later):
 def test_impossible_probe_gives_equal_heads_and_a_warning(caplog, change, said):
     change(model := make_model("llama"))
     with caplog.at_level(logging.WARNING), mmkv.wrapped(model, budget=0.2):
-        assert heads_of(model).equal
+        assert model._mmkv.plan.equal_heads
     assert said in caplog.text
     with pytest.raises(ValueError, match=r"30 positions|spread over 2 processes"):
         mmkv.probe(model)

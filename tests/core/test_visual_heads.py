@@ -123,5 +123,5 @@ def test_a_profile_in_the_models_folder_is_taken(caplog, tmp_path):
     mmkv.calibrate(model, [with_regions()], "sparsemm").save(tmp_path / VISUAL_FILE)
     model.config._name_or_path = str(tmp_path)
     with mmkv.wrapped(model, "sparsemm", 0.2, window=4):
-        assert not model._mmkv.plan.policy.heads.equal
+        assert not model._mmkv.plan.equal_heads
     assert "profile" not in caplog.text

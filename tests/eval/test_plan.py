@@ -12,7 +12,6 @@ from helpers.commands import run
 from helpers.marks import since
 from helpers.models import make_inputs, make_model
 from mmkv.cache.allotment import empty_slots
-from mmkv.cache.config import CacheConfig
 from mmkv.eval.speed.cards import CARDS
 from mmkv.eval.speed.models import SHAPES, make
 from mmkv.eval.speed.plan import Load, Sizes, held, plan
@@ -60,7 +59,7 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     scores = ((0.5, 0.6), (1.0, 0.0), (0.3, 0.3))
     profile = mmkv.Profile(retrieval=scores)
     with mmkv.wrapped(model, "condense", 0.3, profile=profile) as wrapped:
-        policy = wrapped._mmkv.plan.policy
+        config = wrapped._mmkv.plan
         out = wrapped.generate(
             **make_inputs("llama", (prompt, prompt)), max_new_tokens=1, return_dict_in_generate=True
         )
@@ -69,7 +68,7 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     assert out.past_key_values.report().kept_fraction == pytest.approx(0.3, abs=0.01)
     kept = sum(int((block.positions >= 0).sum()) for block in blocks)
     wide = sum(len(x.positions) * int((x.positions >= 0).sum(-1).max()) for x in blocks)
-    empty = empty_slots(CacheConfig(policy, 0.3), prompt)
+    empty = empty_slots(config, prompt)
     assert empty == pytest.approx((wide - kept) / (3 * 2 * batch))
     assert empty > 0
     profile = mmkv.Profile(retrieval=(tuple(i / 31 for i in range(32)), (0.5,) * 32))
