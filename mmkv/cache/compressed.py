@@ -512,7 +512,8 @@ class CompressedCache(Cache):
         self.clock = None
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
-                layer.select_rows(batch)
+                with outside_inference_mode():
+                    layer.select_rows(batch)
             elif isinstance(layer, DynamicLayer):
                 layer.batch_select_indices(batch)
             elif isinstance(layer, LinearAttentionLayer):

@@ -312,6 +312,8 @@ class TestModes:
                     cache = model(**inputs, use_cache=True).past_key_values
                     for t in range(20):
                         model(input_ids=words[:, t : t + 1], past_key_values=cache)
+                    for _ in range(2):  # rows in new storage, and back in order
+                        cache.reorder_cache(torch.tensor([1, 0]))
                 with torch.no_grad():
                     for t in range(20, 40):
                         out = model(input_ids=words[:, t : t + 1], past_key_values=cache)
