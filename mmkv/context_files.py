@@ -309,9 +309,9 @@ def _layer(
     row = torch.arange(B * H).repeat_interleave(counts)
     batch = row // H
     order = row * 2 * T + ~prompt.protected[batch, position] * T + position
-    n_required = torch.bincount(row[prompt.always_kept[batch, position]], minlength=B * H)
+    n_required = torch.bincount(row[prompt.pinned[batch, position]], minlength=B * H)
     valid = prompt.valid[batch, position].all() & (order[1:] > order[:-1]).all()
-    valid &= (n_required == torch.tensor(prompt.floors).repeat_interleave(H)).all()
+    valid &= (n_required == torch.tensor(prompt.n_pinned).repeat_interleave(H)).all()
     if not bool(valid):
         raise ValueError(f"{start}positions are not kept tokens in stored order")
     if grouped:

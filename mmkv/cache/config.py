@@ -127,7 +127,7 @@ class CacheConfig:
         """Return for each row whether it is long enough to lose a token."""
         if self.keeps_everything:
             return [False] * len(prompt.lengths)
-        rows = zip(prompt.lengths, prompt.floors, strict=True)
+        rows = zip(prompt.lengths, prompt.n_pinned, strict=True)
         return [n > max(self.kept_whole, floor) for n, floor in rows]
 
     def started(self) -> CacheConfig:
@@ -170,7 +170,7 @@ class CacheConfig:
         """Return the tokens a head keeps of each row, mean over layers; None without a budget."""
         if self.budget is None:
             return None
-        rows = zip(prompt.lengths, prompt.floors, strict=True)
+        rows = zip(prompt.lengths, prompt.n_pinned, strict=True)
         return [max(self.total_kept(n_layers, n) / n_layers, floor) for n, floor in rows]
 
     def raised(self, length: int, n_layers: int, total: int | None = None) -> bool:
@@ -191,10 +191,10 @@ class CacheConfig:
         required = [f"window {policy.window_size}"] if policy.window_size else []
         required += [f"sinks {policy.sinks}"] if policy.sinks else []
         required += ["protected text"] if policy.protect is not None else []
-        n_required = map(sum, zip(prompt.n_pinned, prompt.windows, strict=True))
-        if any(map(int.__gt__, prompt.floors, n_required)):  # a round of generated tokens
+        n_required = map(sum, zip(prompt.n_protected, prompt.windows, strict=True))
+        if any(map(int.__gt__, prompt.n_pinned, n_required)):  # a round of generated tokens
             required.append(f"latest {policy.decode.latest}")
-        rows = zip(prompt.lengths, prompt.windows, prompt.floors, strict=True)
+        rows = zip(prompt.lengths, prompt.windows, prompt.n_pinned, strict=True)
         for row, (length, window, floor) in enumerate(rows):
             total = self.total_kept(n_layers, length)
             budget_left = total - n_layers * floor  # for tokens that compete
@@ -232,27 +232,27 @@ class TokenMasks:
         valid: bool [B, T], False for padding.
         image: bool [B, T], True for image tokens.
         is_prompt: bool [B, T], True for tokens of a prompt, False for generated ones.
-        always_kept: bool [B, T], tokens that every layer keeps whatever their scores.
-        protected: bool [B, T], the part of `always_kept` that decoding may not drop either.
+        pinned: bool [B, T], tokens that every layer keeps whatever their scores.
+        protected: bool [B, T], the part of `pinned` that decoding may not drop either.
         lengths: the number of valid tokens.
-        windows: the length of the observation window, whose tokens are all `always_kept`; less
-            than the policy's if a short row's budget is below the number of `always_kept` tokens.
-        floors: the number of `always_kept` tokens.
-        n_pinned: the number of protected tokens.
+        windows: the length of the observation window, whose tokens are all `pinned`; less
+            than the policy's if a short row's budget is below the number of `pinned` tokens.
+        n_pinned: the number of `pinned` tokens.
+        n_protected: the number of protected tokens.
         inner: padding behind a row's first token, such as that of a later turn.
-        granted: the share of the `always_kept` tokens that the budget has room for, in [0, 1].
+        granted: the share of the `pinned` tokens that the budget has room for, in [0, 1].
         waits: whether the row ends in padding, so that it loses no token before the next chunk.
     """
 
     valid: Tensor
     image: Tensor
     is_prompt: Tensor
-    always_kept: Tensor
+    pinned: Tensor
     protected: Tensor
     lengths: list[int]
     windows: list[int]
-    floors: list[int]
     n_pinned: list[int]
+    n_protected: list[int]
     inner: list[int]
     granted: list[float]
     waits: list[bool]
@@ -292,33 +292,33 @@ class TokenMasks:
         protected = valid & (order <= policy.sinks)
         if policy.protect is not None:
             protected = protected | policy.protect.marks(valid, is_prompt, image)
-        always_kept = protected | (valid & (order > length - window))
+        pinned = protected | (valid & (order > length - window))
         before_first = (order == 0).sum(-1)
-        counts = length[:, 0], always_kept.sum(-1), protected.sum(-1), before_first
+        counts = length[:, 0], pinned.sum(-1), protected.sum(-1), before_first
         columns = torch.stack([*counts, valid[:, -1].long()])
-        lengths, floors, n_pinned, n_before, ends = columns.tolist()
+        lengths, n_pinned, n_protected, n_before, ends = columns.tolist()
         inner = [valid.shape[1] - n - m for n, m in zip(lengths, n_before, strict=True)]
         totals = [plan.total_kept(n_layers, n) for n in lengths]
         windows = [
             window
             if budget is None or total >= n_layers * floor
             else min(window, max(1, total // (2 * n_layers)))  # at most half of the row's budget
-            for total, floor in zip(totals, floors, strict=True)
+            for total, floor in zip(totals, n_pinned, strict=True)
         ]
         if any(w < window for w in windows):
             windows_column = torch.tensor(windows, device=valid.device)[:, None]
-            always_kept = protected | (valid & (order > length - windows_column))
-            floors = always_kept.sum(-1).tolist()
+            pinned = protected | (valid & (order > length - windows_column))
+            n_pinned = pinned.sum(-1).tolist()
         if round_of_replies:
-            always_kept = always_kept | (valid & (order > length - policy.decode.latest))
-            floors = always_kept.sum(-1).tolist()
+            pinned = pinned | (valid & (order > length - policy.decode.latest))
+            n_pinned = pinned.sum(-1).tolist()
         granted = [
             1.0 if budget is None or floor == 0 else min(1.0, total / (n_layers * floor))
-            for total, floor in zip(totals, floors, strict=True)
+            for total, floor in zip(totals, n_pinned, strict=True)
         ]
-        masks = valid, image, is_prompt, always_kept, protected
+        masks = valid, image, is_prompt, pinned, protected
         waits = [end == 0 for end in ends]
-        return cls(*masks, lengths, windows, floors, n_pinned, inner, granted, waits)
+        return cls(*masks, lengths, windows, n_pinned, n_protected, inner, granted, waits)
 
     def rows(self, batch: Tensor) -> TokenMasks:
         """Return the rows `batch`, which may repeat."""

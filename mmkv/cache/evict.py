@@ -50,7 +50,7 @@ class _Slots:
         keys, values: [B, H, U, D], or [B, H, M, D] of pairs that were merged.
         scores: float32 [R, M], see `PaddedBlock.scores`.
         log_weights: float16 [R, M], 0 for an empty slot; None: every slot stands for one token.
-        counts, n_pinned: int64 [R], on the host, see `Kept`.
+        counts, n_protected: int64 [R], on the host, see `Kept`.
     """
 
     tokens: Tensor
@@ -60,7 +60,7 @@ class _Slots:
     scores: Tensor | None
     log_weights: Tensor | None
     counts: np.ndarray
-    n_pinned: np.ndarray
+    n_protected: np.ndarray
 
 
 def evict(
@@ -138,7 +138,7 @@ def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMask
         _slot_scores(prompt_kv, kept, plan, prompt),
         log_weights,
         per_row(kept.counts),
-        per_row(kept.n_pinned),
+        per_row(kept.n_protected),
     )
 
 
@@ -188,7 +188,7 @@ def _store(
     errors = torch.zeros(B * H, 2, 2, device=device)
     start = prompt.valid.shape[1] - min(n_newest, NEWEST)
     for rows, schedule, width, capacity in planned(
-        plan, prompt, slots.counts, slots.n_pinned, expected, device
+        plan, prompt, slots.counts, slots.n_protected, expected, device
     ):
         index = torch.from_numpy(rows).to(device, non_blocking=True)
         tokens, positions = (
@@ -295,13 +295,13 @@ def planned(
     plan: CacheConfig,
     prompt: TokenMasks,
     counts: np.ndarray,
-    n_pinned: np.ndarray,
+    n_protected: np.ndarray,
     expected: int,
     device: torch.device,
 ) -> list[_BlockPlan]:
     """Return the blocks of a layer's rows.
 
-    Each row keeps `counts` tokens, of which decoding must not drop the first `n_pinned`.
+    Each row keeps `counts` tokens, of which decoding must not drop the first `n_protected`.
     """
     heads, seen = len(counts) // len(prompt.lengths), prompt.valid.shape[1]
     lengths = np.repeat(prompt.lengths, heads).clip(min=1)  # a row may begin in a later chunk
@@ -319,7 +319,7 @@ def planned(
         sizes = RowSizes(
             counts=counts[rows],
             lengths=lengths[rows],
-            protected=n_pinned[rows],
+            protected=n_protected[rows],
             capacity=capacity[rows],
             share=None if share is None else share[rows],
             heads=heads,

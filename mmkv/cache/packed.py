@@ -102,10 +102,10 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
     slots, exact = _Rows(counts), _Rows(np.minimum(counts, n_first))
     row_of = torch.from_numpy(np.arange(B * H).repeat(counts)).to(device)
     protected = prompt.protected.to(device)[row_of // H, tensors["positions"].long()]
-    n_pinned = torch.bincount(row_of[protected], minlength=B * H).cpu().numpy()
+    n_protected = torch.bincount(row_of[protected], minlength=B * H).cpu().numpy()
     names = tensors.keys() & {"positions", "keys", "values", "codes", "ranges", "scores", "bias"}
     blocks: list[PaddedBlock] = []
-    for rows, schedule, width, capacity in planned(plan, prompt, counts, n_pinned, 0, device):
+    for rows, schedule, width, capacity in planned(plan, prompt, counts, n_protected, 0, device):
         x = {k: slots.put(tensors[k], rows, capacity, -(k == "positions")) for k in names}
         positions, index = x["positions"].int(), torch.from_numpy(rows).to(device)
         if plan.kv_dtype is None:

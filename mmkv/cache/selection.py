@@ -35,7 +35,7 @@ class Ranking:
         size: int64 [B, 1 or H], how many tokens each head keeps.
         protected: bool [B, 1 or H, U], tokens that decoding must not drop.
         free: bool [B, 1 or H, U], tokens that are not always kept.
-        known: `counts` and `n_pinned` of `Kept`, if they are known without a device read.
+        known: `counts` and `n_protected` of `Kept`, if they are known without a device read.
     """
 
     rank: Tensor
@@ -47,7 +47,7 @@ class Ranking:
     def kept(self, kv: PromptKV) -> Kept:
         """Return the tokens of the highest rank, in the order in which slots are filled."""
         (B, H, U, _), device = kv.keys.shape, self.rank.device
-        counts, n_pinned = self.known or torch.stack([self.size, self.protected.sum(-1)]).cpu()
+        counts, n_protected = self.known or torch.stack([self.size, self.protected.sum(-1)]).cpu()
         M = int(counts.max())
         chosen = self.rank.argsort(dim=-1, descending=True, stable=True)[..., :M]
         filler = torch.arange(M, device=device) >= self.size[..., None]
@@ -57,7 +57,7 @@ class Ranking:
         at = indices.expand(B, H, -1).clamp(min=0)
         both = kv.weights, kv.log_weights
         weights, log_weights = (None if x is None else x.gather(2, at) for x in both)
-        return Kept(indices, counts, n_pinned, weights=weights, log_weights=log_weights)
+        return Kept(indices, counts, n_protected, weights=weights, log_weights=log_weights)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Kept:
         indices: int64 [B, 1 or H, M], tokens among the U, -1 as filler at the end. Those that
             decoding must not drop come first; then in order of position.
         counts: int64 [B, 1 or H], how many tokens each head keeps, on the host.
-        n_pinned: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
+        n_protected: int64 [B, 1 or H], how many of them decoding must not drop, on the host.
         keys, values: [B, H, M, D], the slots' pairs; None: the pairs of the tokens, unchanged.
         slot: int64 [B, H, U], the slot that each token is merged into, M for none; None: nothing
             is merged.
@@ -78,7 +78,7 @@ class Kept:
 
     indices: Tensor
     counts: Tensor
-    n_pinned: Tensor
+    n_protected: Tensor
     keys: Tensor | None = None
     values: Tensor | None = None
     slot: Tensor | None = None
@@ -199,20 +199,20 @@ def ranked(
     policy, known = plan.policy, None
     if plan.equal_heads and split is None and not kv.evicted:
         # A first prompt of which all heads keep the same number of tokens.
-        lengths, n_pinned = torch.tensor(prompt.lengths), torch.tensor(prompt.n_pinned)
+        lengths, n_protected = torch.tensor(prompt.lengths), torch.tensor(prompt.n_protected)
         P = 1 if kv.scores is None else kv.scores.shape[1]
         counts = torch.tensor(sizes).minimum(lengths)
-        known = counts[:, None].expand(-1, P), n_pinned[:, None].expand(-1, P)
-    always_kept, protected = marked([prompt.always_kept, prompt.protected], kv.positions)
-    free = (kv.positions >= 0) & ~always_kept
-    scores, present, always_kept, size = contested(policy, kv, always_kept, sizes)
+        known = counts[:, None].expand(-1, P), n_protected[:, None].expand(-1, P)
+    pinned, protected = marked([prompt.pinned, prompt.protected], kv.positions)
+    free = (kv.positions >= 0) & ~pinned
+    scores, present, pinned, size = contested(policy, kv, pinned, sizes)
     protected = protected.expand(present.shape)
     if split is not None:
         size = split.to(size.device, non_blocking=True)
     elif not (plan.equal_heads or policy.heads.is_global):
-        n_always, competing = always_kept.sum(-1), present & ~always_kept
-        size = _split(plan, scores, competing, n_always, size, sizes, layer_idx)
-    rank = scores.masked_fill(always_kept, float("inf")).masked_fill(~present, float("-inf"))
+        n_pinned, competing = pinned.sum(-1), present & ~pinned
+        size = _split(plan, scores, competing, n_pinned, size, sizes, layer_idx)
+    rank = scores.masked_fill(pinned, float("inf")).masked_fill(~present, float("-inf"))
     return Ranking(rank, size, protected, free, known)
 
 
@@ -220,25 +220,25 @@ def _split(
     plan: CacheConfig,
     scores: Tensor,
     competes: Tensor,
-    n_always: Tensor,
+    n_pinned: Tensor,
     size: Tensor,
     sizes: Sequence[int],
     layer_idx: int,
 ) -> Tensor:
     """Split each row's size among its heads: [B, H] tokens, at most as many as a head has.
 
-    Of scores [B, H, U] those where `competes` compete; `n_always` [B, H] tokens are always kept.
+    Of scores [B, H, U] those where `competes` compete; `n_pinned` [B, H] tokens are pinned.
     With equal heads each would keep `size` [B, H], which is at most `sizes` [B].
     """
-    n_present, H = n_always + competes.sum(-1), scores.shape[1]
-    row_sizes = torch.tensor(sizes).to(n_always.device, non_blocking=True)
-    budget_left = row_sizes - n_always.amax(-1)
+    n_present, H = n_pinned + competes.sum(-1), scores.shape[1]
+    row_sizes = torch.tensor(sizes).to(n_pinned.device, non_blocking=True)
+    budget_left = row_sizes - n_pinned.amax(-1)
     # If all tokens left by earlier turns fit, there is nothing to split.
     fits = competes.sum((1, 2)) <= budget_left * H
     splits = ~fits & (budget_left > 0)
     competing_scores = scores.masked_fill(~competes, float("-inf"))
     totals = torch.where(splits, H * budget_left, 0)
-    split = n_always + plan.split(competing_scores, totals, layer_idx)
+    split = n_pinned + plan.split(competing_scores, totals, layer_idx)
     split = torch.where(splits[:, None], split, size)
     return torch.where(fits[:, None], n_present, split.minimum(n_present))
 
@@ -269,11 +269,11 @@ def sizes_of_rows(
     """
     policy, kept, totals = plan.policy, [[n] * n_layers for n in prompt.lengths], dict[int, int]()
     for row, evicts in enumerate(plan.evicting(prompt)):
-        length, floor = prompt.lengths[row], prompt.floors[row]
+        length, floor = prompt.lengths[row], prompt.n_pinned[row]
         total = max(plan.total_kept(n_layers, length), n_layers * floor)
         if evicts and total < n_layers * length:
             totals[row] = total
-    lengths, floors = ([x[row] for row in totals] for x in (prompt.lengths, prompt.floors))
+    lengths, floors = ([x[row] for row in totals] for x in (prompt.lengths, prompt.n_pinned))
     fractions = [plan.fractions_of(length, n_layers) for length in lengths]
     target_sizes = [[x * n for x in f or ()] for f, n in zip(fractions, lengths, strict=True)]
     if None in fractions:
@@ -311,8 +311,8 @@ def competing(
     importance, n_candidates = [], []
     width, device = max(s.shape[-1] for s in scores), scores[0].device
     for s, p in zip(scores, positions, strict=True):
-        (always_kept,) = marked([prompt.always_kept], p)
-        free = (p >= 0) & ~always_kept
+        (pinned,) = marked([prompt.pinned], p)
+        free = (p >= 0) & ~pinned
         ranked = s.masked_fill(~free[:, : s.shape[1]], float("-inf"))
         ranked = ranked.sort(dim=-1, descending=True).values
         ranked = ranked.masked_fill(ranked == float("-inf"), 0.0).mean(dim=1)
@@ -332,16 +332,16 @@ def head_sizes(
     if not policy.heads.is_global or any(x.scores is None for x in layers):
         return [None] * len(layers)
     widest, device = max(x.keys.shape[2] for x in layers), layers[0].keys.device
-    competing, n_always, n_free = list[Tensor](), list[Tensor](), list[Tensor]()
+    competing, n_pinned, n_free = list[Tensor](), list[Tensor](), list[Tensor]()
     for kv, size in zip(layers, sizes, strict=True):
-        (always_kept,) = marked([prompt.always_kept], kv.positions)
-        s, present, always_kept, _ = contested(policy, kv, always_kept, size)
+        (pinned,) = marked([prompt.pinned], kv.positions)
+        s, present, pinned, _ = contested(policy, kv, pinned, size)
         # Pad on the left, so that ties of a padded row are ranked as in the row alone.
-        s = s.masked_fill(always_kept | ~present, float("-inf"))
+        s = s.masked_fill(pinned | ~present, float("-inf"))
         competing.append(pad(s, (widest - s.shape[-1], 0), value=-torch.inf).to(device))
-        n_always.append(always_kept.sum(-1).to(device))
-        n_free.append((present & ~always_kept).flatten(1).sum(-1).to(device))
-    n_required = torch.stack(n_always, dim=1)  # [B, L, H]
+        n_pinned.append(pinned.sum(-1).to(device))
+        n_free.append((present & ~pinned).flatten(1).sum(-1).to(device))
+    n_required = torch.stack(n_pinned, dim=1)  # [B, L, H]
     totals = send(np.array(sizes).sum(0) * n_required.shape[2], device) - n_required.sum((1, 2))
     # Earlier turns may have left fewer tokens than fit.
     totals = totals.minimum(torch.stack(n_free).sum(0))
@@ -350,26 +350,26 @@ def head_sizes(
 
 
 def contested(
-    policy: Policy, kv: PromptKV, always_kept: Tensor, sizes: Sequence[int]
+    policy: Policy, kv: PromptKV, pinned: Tensor, sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the tokens from which one layer's heads choose; arguments are those of `ranked`.
 
     Returns:
         scores: float [B, 1 or H, U].
         present: bool [B, 1 or H, U], where there is a token.
-        always_kept: bool [B, 1 or H, U], tokens always kept, with the share `policy.recent`.
+        pinned: bool [B, 1 or H, U], tokens always kept, with the share `policy.recent`.
         size: int64 [B, 1 or H], how many tokens each head keeps if heads are equal.
     """
     (B, P, U), positions = kv.positions.shape, kv.positions
     scores = torch.zeros(B, P, U, device=positions.device) if kv.scores is None else kv.scores
     heads = max(P, scores.shape[1])
     present = (positions >= 0).expand(B, heads, U)
-    always_kept = always_kept.expand(B, heads, U)
+    pinned = pinned.expand(B, heads, U)
     # A head cannot keep more tokens than earlier turns left it.
     row_sizes = torch.tensor(sizes).to(positions.device, non_blocking=True)
     size = row_sizes[:, None].minimum(present.sum(-1))
     if policy.recent:
         # The share of the most recent tokens is bounded by what the tokens always kept leave.
-        n_recent = torch.minimum((policy.recent * size).long(), size - always_kept.sum(-1))
-        always_kept = always_kept | last(n_recent, present & ~always_kept)
-    return scores.expand(B, heads, U), present, always_kept, size
+        n_recent = torch.minimum((policy.recent * size).long(), size - pinned.sum(-1))
+        pinned = pinned | last(n_recent, present & ~pinned)
+    return scores.expand(B, heads, U), present, pinned, size

@@ -188,11 +188,11 @@ def _planned(counts: Tensor, exact: float, run: int) -> tuple[Tensor, Tensor, Te
     Also where the runs start among the other tokens, and the end, [B, H, R + 1]; all on the host.
     `counts` [3, B, H] are each head's slots, its tokens that must stay, and all of its tokens.
     """
-    sizes, always_kept, present = counts
+    sizes, pinned, present = counts
     size = sizes.minimum(present)
-    single = always_kept + ((size - always_kept) * exact).long()
+    single = pinned + ((size - pinned) * exact).long()
     # At least one slot is left for a group, unless no token or no slot is left.
-    single = torch.where(size < present, single.minimum(size - 1).maximum(always_kept), size)
+    single = torch.where(size < present, single.minimum(size - 1).maximum(pinned), size)
     groups = size - single
     rest = torch.where(groups > 0, present - single, 0)
     runs = (-(-rest // run)).minimum(groups).clamp(min=1)[..., None]
