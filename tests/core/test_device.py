@@ -19,7 +19,7 @@ from helpers.pretend_cuda import install
 from helpers.pretending import DEVICE, Devices, OnDevice, move
 from helpers.profiles import profile_of
 from mmkv.attach import graph
-from mmkv.parts import slots
+from mmkv.decode import slots
 
 NEW, FEW = 20, 8
 

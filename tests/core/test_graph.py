@@ -21,7 +21,7 @@ from helpers.pretend_cuda import install
 from helpers.zoo import NAMES, inputs_of, model_of
 from mmkv.attach import graph
 from mmkv.calls import cache_in
-from mmkv.parts import slots
+from mmkv.decode import slots
 
 NEW = 30
 # Writing and reading codes leaves nothing to the host either.

@@ -12,7 +12,7 @@ from helpers.models import make_inputs
 from helpers.oracle import short
 from helpers.pretend_cuda import install
 from mmkv.attach import graph
-from mmkv.parts import slots
+from mmkv.decode import slots
 
 SHORT, NEW = 64, 24
 
