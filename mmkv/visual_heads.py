@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv import adapters
-from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.config import CacheConfig
-from mmkv.calls import passing, unwrap_container
+from mmkv.attach.attachment import attachment_of
+from mmkv.cache.forward_pass import collecting
+from mmkv.calls import unwrap_container
 from mmkv.forcing import greedy
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy
@@ -66,14 +66,16 @@ def measure(
         else:
             reply = torch.as_tensor(sample[REPLY], device=ids.device).long().flatten()
         regions = _regions(parts.image_token_ids, i, ids, reply, sample)
-        cache, with_reply = _Probe(parts.config, CacheConfig(uniform, 1.0), regions), dict(inputs)
+        with_reply = dict(inputs)
         for name, x in inputs.items():  # masks and token types are extended by the reply
             if isinstance(x, Tensor) and x.shape == ids.shape:
                 with_reply[name] = pad(x, (0, len(reply)), value=int("attention_mask" in name))
         with_reply["input_ids"] = torch.cat([ids, reply[None]], dim=1)
         with wrapped(model, uniform, 1.0), torch.no_grad():
-            unwrapped(**with_reply, **passing(unwrapped, cache), use_cache=True)
-        hits.append(torch.stack(cache.hits))
+            counted = _Hits(attachment_of(model).compressed, regions)
+            with collecting(counted):
+                unwrapped(**with_reply, use_cache=False)
+        hits.append(torch.stack(counted.hits))
     if not hits:
         raise ValueError("calibrate: no samples")
     total = torch.stack(hits).sum(0)
@@ -86,17 +88,18 @@ def measure(
     return tuple(tuple(float(f"{x:.4g}") for x in layer) for layer in shares), len(hits)
 
 
-class _Probe(CompressedCache):
-    """A cache that counts where heads attend most, and stores nothing."""
+class _Hits:
+    """Counts where the heads of some layers attend most, in a pass that stores nothing."""
 
-    def __init__(self, config: Any, plan: CacheConfig, regions: Tensor) -> None:
-        super().__init__(config, plan)
+    def __init__(self, layers: Sequence[int], regions: Tensor) -> None:
+        self.layers = layers
         self.regions = regions  # bool [T, N + T]
         self.hits: list[Tensor] = []  # by layer, float64 [H]
 
-    def read(self, inputs: LayerInputs) -> None:
-        """Count where the heads of a layer attend most."""
-        self.hits.append(head_hits(inputs, self.regions.to(inputs.key.device)).cpu())
+    def add(self, layer: LayerInputs) -> None:
+        """Count in one layer."""
+        if layer.layer_idx in self.layers:
+            self.hits.append(head_hits(layer, self.regions.to(layer.key.device)).cpu())
 
 
 def head_hits(layer: LayerInputs, regions: Tensor) -> Tensor:

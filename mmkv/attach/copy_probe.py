@@ -19,7 +19,7 @@ from torch import Tensor
 from mmkv import adapters, digest
 from mmkv.cache.allotment import for_heads
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.forward_pass import ForwardPass, current
+from mmkv.cache.forward_pass import collecting
 from mmkv.layer_inputs import LayerInputs
 from mmkv.loading import cache_folder
 from mmkv.profiles import Profile
@@ -95,12 +95,8 @@ def measure(attachment: Attachment) -> Profile:
         )
     copies = _Copies(length, dict.fromkeys(attachment.compressed, torch.empty(0)))
     decoder: Any = parts.decoder
-    before = current.set(ForwardPass(collector=copies))
-    try:
-        with torch.no_grad():
-            decoder.forward(input_ids=ids, use_cache=False)
-    finally:
-        current.reset(before)
+    with collecting(copies), torch.no_grad():
+        decoder.forward(input_ids=ids, use_cache=False)
     scores = tuple(tuple(round(float(r), 4) for r in layer) for layer in copies.scores.values())
     shape = adapters.shape(config)
     return Profile(policy="condense", samples=1, model=shape, retrieval=scores)

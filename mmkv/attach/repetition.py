@@ -77,7 +77,7 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
         kwargs.pop("cache_position", None)
         if cache.plan.policy.score.outputs:  # type: ignore[attr-defined]
             attachment.remember_inputs()
-        running.valid = None
+        running.valid, running.causal = None, True
         try:
             for tokens, present, piece, places in _pieces(decoder, cache, embeds, positions):
                 running.collector = _Repeater(cache, tokens, present)

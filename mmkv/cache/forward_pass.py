@@ -8,7 +8,8 @@ call to call: it reads a prompt, or it decodes.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,6 +59,7 @@ class ForwardPass:
         entered: whether the decoder's forward has begun.
         cache: the cache of this pass; None before the decoder begins, and without a cache.
         valid: bool [B, q], which of the new tokens are no padding; None: all.
+        causal: whether all masks are known to be causal, so that `view` need not read them.
         masked: bool [B, seen], kept tokens that the mask hides in this pass; None: none.
         streams: the residual stream [B, q, hidden] before each layer, for SqueezeAttention.
         collector: set in a pass that stores nothing: `add` takes each layer's inputs and returns
@@ -77,6 +79,7 @@ class ForwardPass:
     entered: bool = False
     cache: CompressedCache | None = None
     valid: Tensor | None = None
+    causal: bool = False
     masked: Tensor | None = None
     streams: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     collector: Any = None
@@ -93,12 +96,13 @@ class ForwardPass:
 
     @classmethod
     def begin(cls, owner: Any, **fields: Any) -> ForwardPass:
-        """Make and return the pass of a call of `owner` that begins."""
+        """Make and return the pass of a call of `owner` that begins; see `collecting`."""
         outer = current.get()
         # A call that was interrupted outside of its decoder ran no hook, and left its pass behind.
         while outer is not None and outer.owner is owner and outer.parts is None:
             outer = outer.outer
-        running = cls(owner=owner, outer=outer, **fields)
+        collector = None if outer is None or outer.owner is not None else outer.collector
+        running = cls(owner=owner, outer=outer, collector=collector, **fields)
         current.set(running)
         return running
 
@@ -150,7 +154,7 @@ class ForwardPass:
             mask: [B or 1, 1, q, K], bool or added to the logits, the layer's attention mask; None
                 if transformers passes none because it is causal. That of padding is ignored.
         """
-        if mask is None or mask.ndim != 4 or (q := mask.shape[2]) == 1:
+        if self.causal or mask is None or mask.ndim != 4 or (q := mask.shape[2]) == 1:
             return None
         if id(mask) not in self._views:
             block = mask[..., -q:]
@@ -235,6 +239,16 @@ class GraphInputs(NamedTuple):
 
 
 current: ContextVar[ForwardPass | None] = ContextVar("mmkv_forward_pass", default=None)
+
+
+@contextmanager
+def collecting(collector: Any) -> Generator[None]:
+    """Give each layer's inputs to `collector` in calls of wrapped models, without a cache."""
+    token = current.set(ForwardPass(collector=collector))
+    try:
+        yield
+    finally:
+        current.reset(token)
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:

@@ -145,7 +145,7 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
 
 @cases("variant", [*READING], Variant("prefixkv"), Variant("condense"), ids=str)
 def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
-    """Three times for masks; once for sizes by all layers; once or twice a layer for counts."""
+    """Three times for masks; once for sizes by all layers; up to three times a layer for counts."""
     inputs, model = on_gpu(make_inputs("llama", ROWS["padded"])), there("llama")
     L = model.config.num_hidden_layers
 
@@ -167,7 +167,7 @@ def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
     allowed += 3 * (policy.layers.mini_prefill + policy.score.repeats)  # a second pass
     allowed += 3 * policy.heads.is_global
     allowed += L * (
-        2 if policy.merge is not None and policy.merge.weighted else not cache.plan.equal_heads
+        3 if policy.merge is not None and policy.merge.weighted else not cache.plan.equal_heads
     )
     allowed += L * (cache.plan.table is not None)
     if policy.layers.needs == "measure":  # how long the text behind a picture is, for two parts
