@@ -157,6 +157,15 @@ def number(value: Any, name: str) -> float:
     return float(value)
 
 
+def _floor_chosen(least: Any) -> Any:
+    return gr.update(info=_floor(least))
+
+
+def _unit_chosen(unit: str) -> Any:
+    """Show the type of kept pairs where the budget is of tokens: bytes set it too."""
+    return gr.update(visible=unit == _TOKENS)
+
+
 def check_limits(question: str, settings: Settings) -> None:
     """Refuse requests that would block the page for others; a browser's limits can be evaded.
 
@@ -335,9 +344,8 @@ def build(models: Models) -> gr.Blocks:
         )
         stop.click(halt, [conversation_state], None, **_quick)
         policy.change(_policy_chosen, [policy], controls, **_quick)
-        least.change(lambda n: gr.update(info=_floor(n)), [least], [budget], **_quick)
-        policy.change(lambda x: gr.update(info=_floor(_least(x))), [policy], [budget], **_quick)
-        unit.change(lambda x: gr.update(visible=x != _BYTES), [unit], [kv_dtype], **_quick)
+        least.change(_floor_chosen, [least], [budget], **_quick)
+        unit.change(_unit_chosen, [unit], [kv_dtype], **_quick)
         clear.click(forget, [conversation_state], updated, **_quick)
         # Without "always_last", moves of the slider during a reply of the server would be lost.
         inputs = [conversation_state, layer]

@@ -652,7 +652,7 @@ TYPOS = {
     "eval documnts": "Did you mean 'documents'?",
     "eval ruler --tasks niah": "Did you mean 'niah_single_1'?",
     "eval needle --length 512": "lengths of its own: leave it out",
-    "eval xsum": "--data names a JSONL file",
+    "eval xsum": "a JSONL file",
     "eval description --policies full,snapkv:windw=3": "Did you mean 'window'?",
     "eval description --metrics pl": "metric 'pl'",
     "eval description --question seen": "visible, hidden, both",

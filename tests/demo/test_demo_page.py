@@ -168,8 +168,10 @@ class Page:
     def without_floor(self):
         """A share of the tokens of the short example is what the tests look at."""
         self.click("#unit input", 1)
+        self.until(lambda: "at least 64 tokens" in self.text("#settings"), "the floor")
         self.click("#settings button.label-wrap", 1)
         self.set_number("#option-least input", 0)
+        self.until(lambda: "at least" not in self.text("#settings"), "no floor")
 
     def refused(self, part):
         self.until(lambda: part in self.text(MESSAGE), f"a message with {part!r}")
