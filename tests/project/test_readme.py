@@ -388,6 +388,7 @@ class TestCommands:
         patterns = (
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
+            r"\.venv/bin/python docs/head_classes\.py ",
             r"\.venv/bin/python -m mmkv\.builtin\.training\.(evaluate|train) ",
             r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval) ",
             r"make [a-z -]+$",
