@@ -114,7 +114,8 @@ BudgetOption = Annotated[
     typer.Option(
         callback=checked(budgets.parse),
         help="How much to keep: a fraction of the prompt (0.2 or 20%), or the mean number of "
-        "tokens per layer and head (200). [default: 0.2, or the profile's]",
+        "tokens per layer and head (200). [default: --memory 1/8; beside --kv-dtype "
+        "0.2, or the profile's]",
     ),
 ]
 MemoryOption = Annotated[

@@ -41,7 +41,7 @@ M = TypeVar("M", bound=nn.Module)
 EQUAL_HEADS = (
     "{policy} gives all heads the same size; on most language models a few heads look things up "
     "and need the whole prompt: heads='retrieval' finds them, and mmkv.check measures what a "
-    "policy costs (docs/quality)"
+    "policy costs"
 )
 # Policies whose notice was logged: once a process, as researchers wrap hundreds of times.
 _logged_policies = set[str]()

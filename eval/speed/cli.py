@@ -176,29 +176,30 @@ def plan_command(
     read, no weights.
     """
     given = options.size_of(budget, memory, kv_dtype)
-    size: float | int = DEFAULT if given is None else given
 
     import torch
 
     from mmkv import adapters
-    from mmkv.chat import parse_options
+    from mmkv.chat import default_budget, parse_options
     from mmkv.eval.speed.models import SHAPES, make
     from mmkv.eval.speed.plan import Load, Sizes, plan
     from mmkv.loading.models import empty
+    from mmkv.memory import Memory
     from mmkv.registry import get_policy
     from mmkv.wrapping import planned
 
     chosen = get_policy(policy, **parse_options(policy, option or []))
+    size = (given or default_budget(chosen, profile, kv_dtype)) or DEFAULT
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
     limit: int = getattr(net.config.get_text_config(), "max_position_embeddings", None) or 4096
     length = prompt or max(1, min(4096, limit - new))
     _warn_beyond(net, length + new)
     table = None
-    if profile is not None or memory is not None:
+    if profile is not None or isinstance(size, Memory):
         config, _ = planned(net, adapters.find(net), chosen, size, profile=profile)
         chosen, table = config.policy, config.table
-        if memory is not None and config.budget is not None:
+        if isinstance(size, Memory) and config.budget is not None:
             size, kv_dtype = config.budget, config.kv_dtype
     sizes = Sizes.of(net)
     load, card = Load(batch=batch, prompt=length, new=new), CARDS[gpu]

@@ -115,7 +115,7 @@ class Plan(NamedTuple):
         return {
             "cache GB": f"{self.cache_bytes / 1e9:.2f}",
             "peak GB": f"{self.peak_bytes / 1e9:.1f}",
-            "prefill s": f"{self.prefill_s:.2f}" if fits else "does not fit",
+            "prefill s": f"{self.prefill_s:.3g}" if fits else "does not fit",
             "ms a token": f"{1000 * self.token_s:.2f}" if fits else "",
             "tokens/s": f"{rate:,.0f}" if fits else "",
             "largest batch": f"{self.largest_batch:,}",

@@ -35,8 +35,9 @@ class Variant:
 def short(policy: str) -> dict[str, Any]:
     """Options that let a prompt of some tens of tokens be evicted: small windows, no `least`."""
     made = mmkv.get_policy(policy)
-    window = {"window": 6, "kernel_size": 3} if made.window_size else {}
-    return window | ({"least": 0} if made.least else {})
+    wanted = {"window": 6, "kernel_size": 3} if made.window_size else {}
+    wanted |= {"least": 0} if made.least else {}
+    return {name: value for name, value in wanted.items() if name in made.flat()}
 
 
 COMPOSED = [
