@@ -76,8 +76,8 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     shown = list[str]()
     for more in ([], ["--profile", tmp_path / "profile.json"]):
-        words = ("plan", "llama-7b-2-layers-random", "--batch", 64, "--prompt", 2048, *more)
-        out, _, code = run(capsys, *words)
+        words = ("plan", "llama-7b-2-layers-random", "--batch", 64, "--prompt", 2048)
+        out, _, code = run(capsys, *words, "--budget", 0.2, *more)
         assert code == 0
         shown += re.findall(r"condense 0.2 +\S +([\d.]+)", out)
     plain, padded = map(float, shown)
