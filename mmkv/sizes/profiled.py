@@ -72,13 +72,13 @@ class HeadTable:
             ValueError: the table has another number of heads.
         """
         H, index = scores.shape[1], self.layers.index(layer_idx)
-        if len(self.weights[index]) != H:
-            found = len(self.weights[index])
-            raise ValueError(f"profile: it has {found} heads a layer, this model {H}")
         n_candidates = (scores > -torch.inf).any(1).sum(-1)
         sizes = list[list[int]]()
         for mean, n in torch.stack([totals // H, n_candidates], dim=1).tolist():
+            # Where no token is dropped, none is scored, and scores have one row for all heads.
             targets = self.head_sizes(index, mean, n) if mean else [0.0] * H
+            if len(targets) != H:
+                raise ValueError(f"profile: it has {len(targets)} heads a layer, this model {H}")
             sizes.append(fit(targets, H * mean, max_size=n))
         return torch.tensor(sizes).to(scores.device, non_blocking=True)
 

@@ -9,6 +9,7 @@ import mmkv
 from helpers.masking import pairs_of
 from helpers.models import make_inputs, next_turn
 from helpers.oracle import generate, short
+from helpers.profiles import profile_of
 from mmkv.cache import selection
 from mmkv.eval.speed.bench import Setting, make_rows
 from mmkv.eval.variants import parse_variants, plugin_arguments
@@ -51,15 +52,20 @@ def test_the_floor_is_split_as_the_policy_splits(models, policy, options):
     assert all(map(torch.equal, held[0], wanted[0]))
 
 
-def test_short_prompt_equals_unwrapped_model(models, monkeypatch):
-    """Condense's own default: 64 tokens are kept whole, without a score; of 65 one is gone."""
+@pytest.mark.parametrize("measured", [False, True])
+def test_short_prompt_equals_unwrapped_model(models, monkeypatch, measured):
+    """Condense's own default: 64 tokens are kept whole, without a score; of 65 one is gone.
+
+    With head sizes measured too: there is nothing to split then.
+    """
     model, scored = models("llama"), []
     importance = selection.importance
     monkeypatch.setattr(selection, "importance", lambda *x: scored.append(x) or importance(*x))
     for n, gone in ((1, 0), (64, 0), (65, 1)):
         inputs = make_inputs("llama", (n,))
         plain, words, *_ = generate(model, inputs)
-        with mmkv.wrapped(model, budget=0.1):
+        profile = profile_of(model) if measured else None
+        with mmkv.wrapped(model, budget=0.1, profile=profile):
             logits, tokens, cache, held = generate(model, inputs)
         assert totals(held[0]) == [L * (n - gone)]
         assert bool(scored) == bool(gone)

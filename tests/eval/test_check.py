@@ -304,7 +304,7 @@ class TestCommand:
         done = call(*asked, "--within", "99")
         assert len(seen) == 7 + 9
         assert "snapkv 10% of bytes" in done.stdout
-        call_shown = re.search(r"mmkv\.wrap\(.*?\)", done.stdout.replace("\n", " "))[0]
+        call_shown = re.search(r"mmkv\.wrap\(.*?\)", " ".join(done.stdout.split()))[0]
         assert call_shown == "mmkv.wrap(model, 'snapkv', memory=\"10%\", window=6)"
         done = call(*asked, "--limit", "2")
         assert (done.exit_code, "choose another --out" in done.stderr) == (2, True)

@@ -269,7 +269,7 @@ class TestCommands:
         """What is asked about the shipped picture is what the model knows."""
         monkeypatch.chdir(ROOT)
         monkeypatch.setattr("mmkv.chat.load", lambda *_: smollm2_vision())
-        (words,) = commands_of("chat")
+        words, *_ = commands_of("chat")
         data = json.loads(run(capsys, *words[1:], "--out", tmp_path, "--json")[0])
         scene = drawings.make_scene(1, count=4, printed=1)
         (item,) = [x for x in scene.objects if x.place in data["question"]]
