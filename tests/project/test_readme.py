@@ -388,11 +388,11 @@ class TestCommands:
         patterns = (
             rf"\.venv/bin/mmkv ({'|'.join(checked)})\b",
             r"\.venv/bin/accelerate launch ",
-            r"\.venv/bin/python docs/head_classes\.py ",
+            r"\.venv/bin/python docs/(head_classes|quantized_cache)\.py ",
             r"\.venv/bin/python -m mmkv\.builtin\.training\.(evaluate|train) ",
             r"\.venv/bin/python -m mmkv\.eval\.(harness\.lm_eval) ",
             r"make [a-z -]+$",
-            r"pip install (\.|mmkv)$",
+            r"(\.venv/bin/)?pip install (\.|mmkv|hqq)$",
             # In vLLM's environment, which is not .venv.
             r"mmkv (serve|probe) ",
             r"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve ",
