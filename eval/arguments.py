@@ -15,6 +15,8 @@ from mmkv.memory import Memory
 from mmkv.options import check_alone, checked
 from mmkv.terminal import say
 
+MEMORY = ("1/2", "1/4", "1/8", "1/16", "1/32")  # shares of bytes that a check measures by default
+
 DataOption = Annotated[
     str | None,
     typer.Option(

@@ -25,6 +25,7 @@ from mmkv.forcing import checked_inputs
 from mmkv.memory import Memory
 from mmkv.terminal import Table, bar, plain
 
+from .arguments import MEMORY
 from .measure import Batch, Job, measure
 from .prompts import Encoder, longest
 from .runner import check_arguments, try_all
@@ -33,7 +34,6 @@ from .store import FULL, Row, key_of
 from .suites.prompts import NEW_TOKENS
 from .variants import Variant
 
-MEMORY = ("1/2", "1/4", "1/8", "1/16", "1/32")  # measured where nothing is given
 METRICS = ("divergence", "next")
 WITHIN = 0.05
 # Caches whose bytes differ by no more count as equal.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .samples import Sample
 
 BUDGETS = "0.1,0.2,0.3,0.4,0.5,0.6,0.7,0.8,0.9"
-CHECKED = "1/2,1/4,1/8,1/16,1/32"  # the shares of bytes of `mmkv check`
+CHECKED = ",".join(arguments.MEMORY)
 
 
 @commands.command("eval", short_help="Measure the quality of policies on a suite.")
@@ -330,8 +330,11 @@ def calibrate_command(
 def _samples_of(
     model: str, suite: str | None, data: str | None, **fields: Any
 ) -> Callable[[Loaded], list[Sample]]:
-    """Return a function from the loaded model to a suite's samples. A suite that is named, or whose
-    data is, is read at once; else it is "description" or, for a text model, "prompts"."""
+    """Return a function from the loaded model to a suite's samples.
+
+    A suite that the options name is read at once. Without one the model decides: "description" if
+    it reads pictures, else "prompts".
+    """
     from .suites.registry import default_data, load_suite
 
     def read(name: str) -> list[Sample]:
