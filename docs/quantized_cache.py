@@ -46,8 +46,10 @@ def main(name: str, prompts: int = 16) -> None:
     found: dict[tuple[int, str], list[tuple[float, float, int, int]]] = defaultdict(list)
     for sample in samples:
         inputs = encoder.batch([sample])
-        own = forcing.replies(model, inputs, sample.max_new_tokens)
-        reply = [encoder.answer(sample)] if sample.goes_on else own
+        if sample.goes_on:
+            reply = [encoder.answer(sample)]
+        else:
+            reply = forcing.replies(model, inputs, sample.max_new_tokens)
         full, _ = forcing.log_probabilities(model, inputs, reply)
         with torch.no_grad():
             filled = DynamicCache(config=model.config)
