@@ -185,7 +185,7 @@ def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
     """Return whether this pass decodes one token after a prompt that has been evicted."""
     tokens = inputs.get("input_ids")
     tokens = inputs["inputs_embeds"] if tokens is None else tokens
-    decodes = not (cache.expects_prompt) and tokens.shape[1] == 1
+    decodes = not cache.expects_prompt and tokens.shape[1] == 1
     return decodes and not cache.crosses(1)
 
 

@@ -1,1 +1,1 @@
-"""What happens while tokens are generated: the slots that they take, and the parts that choose."""
+"""Decode parts, and the slot schedules that place generated tokens in blocks."""
