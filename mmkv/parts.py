@@ -142,17 +142,16 @@ class Layers(Part):
     """How many tokens each layer keeps: call it with the `SizeInputs` of all layers.
 
     Attributes:
-        needs: what must be known of every layer before any is sized: "scores"; "similarity" of the
+        needs: what must be known of every layer before any is sized: "scores"; "mini-prefill", the
+            scores of a first pass over the prompt, which stores nothing; "similarity" of the
             residual stream around attention; "measure", the results of `measure`; "": nothing.
         retention: the share of importance that sets the total; None: the budget sets it.
-        mini_prefill: a first pass over the prompt, which stores nothing, collects the scores.
         learns: how many first requests of a task set the sizes for all its requests; 0: none.
     """
 
     kind = "layers"
-    needs: ClassVar[str] = ""
+    needs: Literal["", "scores", "mini-prefill", "similarity", "measure"] = ""
     retention: float | None = None
-    mini_prefill: bool = False
     learns: int = 0
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
@@ -168,17 +167,12 @@ class Heads(Part):
     """How a layer's size is split among its key-value heads: call it with their scores.
 
     Attributes:
-        equal: all heads of a layer keep the same number of tokens.
-        is_global: the total of all layers is split among all their heads at once.
-        profile: name of the file in a model's folder whose sizes replace these; "": none.
-        without_profile: the note that a user gets if there is no such file; "": none.
+        scope: which heads share a size: "layer", those of a layer; "model", those of all layers;
+            "": none, all heads of a layer keep the same number of tokens.
     """
 
     kind = "heads"
-    equal: ClassVar[bool] = False
-    is_global: ClassVar[bool] = False
-    profile: ClassVar[str] = ""
-    without_profile: ClassVar[str] = ""
+    scope: Literal["", "layer", "model"] = "layer"
 
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
         """Return how many of the competing tokens each head keeps.

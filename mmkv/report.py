@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmkv.sizes.profiled import NO_VISUAL_PROFILE, VisualHeads
 from mmkv.terminal import Table, of_bytes, plain
 
 if TYPE_CHECKING:
@@ -225,6 +226,6 @@ def _notes(cache: CompressedCache) -> list[str]:
             if cache.plan.learned is None
             else f"{task}the mean layer sizes of {n} requests"
         )
-    if policy.heads.without_profile:
-        notes.append(policy.heads.without_profile.format(policy=policy.name))
+    if isinstance(policy.heads, VisualHeads):
+        notes.append(NO_VISUAL_PROFILE.format(policy=policy.name))
     return notes + cache.plan.shortfalls(prompt, len(cache.compressed))

@@ -32,7 +32,14 @@ from mmkv.policy import Policy
 from mmkv.registry import get_policy
 from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.layers import UniformLayers
-from mmkv.sizes.profiled import RetrievalHeads, by_copying, by_pictures
+from mmkv.sizes.profiled import (
+    NO_VISUAL_PROFILE,
+    MeasuredHeads,
+    RetrievalHeads,
+    VisualHeads,
+    by_copying,
+    by_pictures,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -211,10 +218,8 @@ def planned(
     if profile is not None:
         given = None if memory is not None else budget
         measured = profiles.read(profile, parts.config, n_layers, given)
-    elif chosen.heads.profile and isinstance(chosen.layers, UniformLayers):
+    elif isinstance(chosen.heads, MeasuredHeads) and isinstance(chosen.layers, UniformLayers):
         measured = profiles.own(model, chosen.heads.profile)
-        if measured is None and chosen.heads.without_profile:
-            _log_once(chosen, chosen.heads.without_profile)
     if measured is None:
         pass
     elif measured.visual is not None:
@@ -224,7 +229,7 @@ def planned(
         table = by_copying(chosen, measured.retrieval, compressed)
         chosen = replace(chosen, heads=UniformHeads())
     else:
-        if chosen.heads.is_global:
+        if chosen.heads.scope == "model":
             raise ValueError(
                 f"profile={str(profile)!r} gives layer sizes, and heads={chosen.heads.name!r} "
                 "finds them for itself: leave out one of the two"
@@ -260,11 +265,12 @@ def planned(
     if memory is not None:
         _, head_dim = parts.pair_shape(compressed[0])
         config = allotted(config, memory, model.dtype.itemsize, head_dim)
-    exact = config.keeps_everything or config.waits_for_probe
-    # Equal heads suit few language models. Other policies had a more exact notice above.
-    explained = exact or chosen.heads.without_profile or profiles.beside(model) is not None
-    if measured is None and chosen.heads.equal and not explained:
-        _log_once(chosen, EQUAL_HEADS)
+    if measured is None and isinstance(chosen.heads, VisualHeads):
+        _log_once(chosen, NO_VISUAL_PROFILE)
+    elif measured is None and not chosen.heads.scope:  # equal heads suit few language models
+        exact = config.keeps_everything or config.waits_for_probe
+        if not exact and profiles.beside(model) is None:
+            _log_once(chosen, EQUAL_HEADS)
     return config, compressed
 
 

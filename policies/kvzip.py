@@ -69,7 +69,7 @@ class Repetition(Score):
 
     def check(self, policy: Policy) -> None:
         """Check that no part needs scores before the repetition, or scores of generated tokens."""
-        if policy.layers.mini_prefill:
+        if policy.layers.needs == "mini-prefill":
             raise ValueError(
                 f"allocation={policy.flat().get('allocation')!r} sizes layers before the prompt is "
                 f"repeated, which score={self.name!r} needs: use allocation='one-pass'"

@@ -184,8 +184,8 @@ def plan(
         return sum(pairs_bytes(x, tokens, generated) for x in full) + sliding * itemsize
 
     caches = [cache(n) for n in range(load.new + 1)]
-    waits_for_all = policy.heads.is_global or policy.score.repeats
-    waits_for_all = waits_for_all or (policy.layers.needs and not policy.layers.mini_prefill)
+    waits_for_all = policy.heads.scope == "model" or policy.score.repeats
+    waits_for_all = waits_for_all or policy.layers.needs not in ("", "mini-prefill")
     whole = full if waits_for_all or policy.keeps_all else full[:1]
     prefill = load.prompt * itemsize * (sizes.hidden + sum(x.pair for x in whole))
     prefill += 0 if len(whole) == len(full) else caches[0] * (1 - len(whole) / len(full))

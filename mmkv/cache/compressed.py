@@ -155,7 +155,7 @@ class CompressedCache(Cache):
             prompt.check_ends()
             if not phase.keeps_all:
                 plan.log_shortfalls(prompt, len(self.compressed))
-        scores_first = plan.needs_all_layers and plan.policy.layers.mini_prefill
+        scores_first = plan.needs_all_layers and plan.policy.layers.needs == "mini-prefill"
         if scores_first and seen == 0 and any(plan.evicting(prompt)):
             return True
         if phase.keeps_all:

@@ -81,7 +81,7 @@ class CacheConfig:
     @property
     def equal_heads(self) -> bool:
         """Whether all heads of a layer keep the same number of tokens."""
-        return self.table is None and self.policy.heads.equal
+        return self.table is None and not self.policy.heads.scope
 
     def layer_sizes(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
         """Return how many tokens each layer keeps, [B][L], see `mmkv.parts.Layers`."""
@@ -161,7 +161,7 @@ class CacheConfig:
     @property
     def needs_all_layers(self) -> bool:
         """Whether sizes depend on the scores of every layer."""
-        needs = self.policy.heads.is_global or self.policy.score.repeats
+        needs = self.policy.heads.scope == "model" or self.policy.score.repeats
         sized = self.fractions is not None or self.learned is not None
         needs |= bool(self.policy.layers.needs) and not sized
         return needs and not self.keeps_everything

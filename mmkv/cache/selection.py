@@ -209,7 +209,7 @@ def ranked(
     protected = protected.expand(present.shape)
     if split is not None:
         size = split.to(size.device, non_blocking=True)
-    elif not (plan.equal_heads or policy.heads.is_global):
+    elif not (plan.equal_heads or policy.heads.scope == "model"):
         n_pinned, competing = pinned.sum(-1), present & ~pinned
         size = _split(plan, scores, competing, n_pinned, size, sizes, layer_idx)
     rank = scores.masked_fill(pinned, float("inf")).masked_fill(~present, float("-inf"))
@@ -282,7 +282,7 @@ def sizes_of_rows(
         if measured:
             columns = [x.to(measured[0].device) for x in measured]
             inputs["measured"] = torch.stack(columns, dim=1)[rows].cpu()
-        if scores and policy.layers.needs == "scores":
+        if scores and policy.layers.needs in ("scores", "mini-prefill"):
             sorted_scores, n_candidates = competing(scores, positions, prompt)
             inputs |= {"scores": sorted_scores[rows], "n_candidates": n_candidates[rows]}
         target_sizes = plan.layer_sizes(SizeInputs(totals=list(totals.values()), **inputs))
@@ -329,7 +329,7 @@ def head_sizes(
     None for each layer if layers split their own sizes, or if no score was computed because all
     tokens are kept. With equal heads, each head of a layer would keep `sizes` [L][B].
     """
-    if not policy.heads.is_global or any(x.scores is None for x in layers):
+    if policy.heads.scope != "model" or any(x.scores is None for x in layers):
         return [None] * len(layers)
     widest, device = max(x.keys.shape[2] for x in layers), layers[0].keys.device
     competing, n_pinned, n_free = list[Tensor](), list[Tensor](), list[Tensor]()

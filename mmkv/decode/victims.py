@@ -230,7 +230,7 @@ class Least(Decode):
                 "decode='least' looks at the newest query alone, and "
                 f"score={policy.score.name!r} goes on from step to step: use score='window'"
             )
-        if not (policy.score.average_heads and policy.heads.equal):
+        if not (policy.score.average_heads and not policy.heads.scope):
             raise ValueError(
                 "decode='least' drops a token from all heads of a layer: use average_heads=True "
                 f"(score={policy.score.name!r}) and heads='uniform' (heads={policy.heads.name!r})"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class UniformHeads(Heads):
     """All heads of a layer keep the same number of tokens."""
 
-    equal = True
+    scope = ""
 
 
 class _ByScores(Heads):
@@ -60,7 +60,7 @@ class GlobalHeads(_ByScores):
     in the code of KVzip and Layer-DefensiveKV (arXiv 2510.13334).
     """
 
-    is_global = True
+    scope = "model"
 
     def check(self, policy: Policy) -> None:
         """Check that no other part sizes layers, and that scores differ between heads."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ Weights = tuple[tuple[float, ...], ...]
 # Names of the profiles that `mmkv.wrap` reads from a model's folder.
 FILE = "mmkv-profile.json"
 VISUAL_FILE = "mmkv-visual-heads.json"
+# The notice about `VisualHeads` without a profile.
+NO_VISUAL_PROFILE = (
+    "{policy} has no profile of visual heads and gives all heads the same size: measure one "
+    "with mmkv.calibrate(model, samples, policy='sparsemm') and pass it as profile="
+)
 
 
 @dataclass(frozen=True)
@@ -104,10 +109,15 @@ def proportional(weights: Sequence[float], total: float, max_size: float) -> lis
     return sizes
 
 
-class _Measured(Heads):
-    """Head sizes by a profile; equal without one."""
+class MeasuredHeads(Heads):
+    """Head sizes by a profile; equal without one.
 
-    equal = True
+    Attributes:
+        profile: the name of the profile that `mmkv.wrap` reads from a model's folder.
+    """
+
+    scope = ""
+    profile: ClassVar[str]
 
     def check(self, policy: Policy) -> None:
         """Check that each head has its own ranking."""
@@ -120,7 +130,7 @@ class _Measured(Heads):
 
 @register_part("retrieval")
 @dataclass(frozen=True, kw_only=True)
-class RetrievalHeads(_Measured):
+class RetrievalHeads(MeasuredHeads):
     """Sizes over the whole model by how much each head copies (`mmkv.attach.copy_probe`).
 
     A few heads of a language model attend to what followed the same text before ("induction" and
@@ -156,7 +166,7 @@ def by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Head
 
 @register_part("visual")
 @dataclass(frozen=True, kw_only=True)
-class VisualHeads(_Measured):
+class VisualHeads(MeasuredHeads):
     """Sizes over the whole model by how visual each head is (SparseMM, arXiv 2506.05344).
 
     Visual scores are read from a profile of `mmkv.calibrate`; without one all sizes are equal.
@@ -168,10 +178,6 @@ class VisualHeads(_Measured):
 
     rho: Share = 0.1
     profile = VISUAL_FILE
-    without_profile = (
-        "{policy} has no profile of visual heads and gives all heads the same size: measure one "
-        "with mmkv.calibrate(model, samples, policy='sparsemm') and pass it as profile="
-    )
 
     def check(self, policy: Policy) -> None:
         """Check that no other part sizes layers, and that each head has its own ranking."""

@@ -24,7 +24,6 @@ class _ByScores(Layers):
     allocation: Literal["one-pass", "mini-prefill", "sampled"] = "one-pass"
     samples: int | None = None
     requests: int | None = None
-    needs = "scores"
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -50,9 +49,9 @@ class _ByScores(Layers):
         return self.samples or -(-(self.requests or 0) // 10)
 
     @property
-    def mini_prefill(self) -> bool:  # type: ignore[override]
-        """Whether `allocation` needs a first pass over the prompt."""
-        return self.allocation != "one-pass"
+    def needs(self) -> Literal["scores", "mini-prefill"]:  # type: ignore[override]
+        """The pass whose scores size the layers, by `allocation`."""
+        return "scores" if self.allocation == "one-pass" else "mini-prefill"
 
     def check(self, policy: Policy) -> None:
         """Check that scores differ between layers."""

@@ -115,7 +115,7 @@ def _check_policy(policy: Policy) -> None:
             f"{name} sizes layers by layers={policy.layers.name!r}, and in vLLM sizes are fixed "
             "before a prompt is read: use layers='uniform'"
         )
-    if not policy.heads.equal or policy.heads.name not in ("uniform", "retrieval"):
+    if policy.heads.name not in ("uniform", "retrieval"):
         raise ValueError(
             f"{name} sizes heads by heads={policy.heads.name!r}, and in vLLM sizes are fixed "
             "before a prompt is read: use heads='retrieval' or heads='uniform'"

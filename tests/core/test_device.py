@@ -164,8 +164,9 @@ def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
         found, cache = waited()
     policy = cache.plan.policy
     allowed = 3 + bool(policy.layers.needs)
-    allowed += 3 * (policy.layers.mini_prefill + policy.score.repeats)  # a second pass
-    allowed += 3 * policy.heads.is_global
+    second_pass = policy.layers.needs == "mini-prefill" or policy.score.repeats
+    allowed += 3 * second_pass
+    allowed += 3 * (policy.heads.scope == "model")
     allowed += L * (
         3 if policy.merge is not None and policy.merge.weighted else not cache.plan.equal_heads
     )

@@ -131,7 +131,7 @@ def test_turns_equal_masking(models, variant, rows):
         elif variant.budget is not None:
             most = max(round(variant.budget * 3 * length), 3 * min(policy.least, length))
             assert sum(counts) <= most
-            if policy.layers.name == "uniform" and policy.heads.equal:
+            if policy.layers.name == "uniform" and not policy.heads.scope:
                 assert sum(counts) == most
 
 

@@ -94,7 +94,7 @@ def options_of(variant: Variant) -> dict:
 def _reading(policy: Policy) -> set[Any]:
     """How a prompt is scored, sized and evicted: which parts, not which options."""
     parts = policy.score, policy.layers, policy.heads, policy.merge, policy.decode
-    apart = policy.layers.mini_prefill, policy.score.average_heads
+    apart = policy.layers.needs == "mini-prefill", policy.score.average_heads
     return {*map(type, parts), *enumerate(apart)}
 
 
@@ -103,7 +103,7 @@ def _decoding(policy: Policy) -> Any:
     grouped = policy.merge is not None and policy.merge.name == "groups"
     weighed = policy.decode.name == "fixed" and policy.score.turn_reduction == "sum"
     slots = type(policy.decode), weighed, bool(policy.sinks)
-    return *slots, policy.heads.equal, grouped
+    return *slots, not policy.heads.scope, grouped
 
 
 def _reading_once() -> list[Variant]:
