@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,11 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from mmkv import digest
 from mmkv.attach.attachment import Attachment, attachment_of
-from mmkv.cache.codes import BITS, group
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.forward_pass import Decoding
-from mmkv.cache.group_index import GroupIndex
-from mmkv.cache.packed import packed, unpacked
+from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.packed import Spec, check_rows, layout, packed, unpacked
 
 FORMAT, VERSION = "mmkv-context", 6
 _TEXTS = ("weights", "dtype", "lead", "task", "digest")
@@ -37,20 +37,8 @@ _HEADER = {
     **dict.fromkeys(_TEXTS, str),
     **dict.fromkeys(_LISTS, list),
 }
-# Their lengths are the number of a layer's slots, and of its pairs held exactly.
-_COUNTED, _NONE = ("positions", "exact"), torch.empty(0)
 # The most pictures that a file may state: chat templates may count them.
 _MAX_PICTURES = 10_000
-
-
-@dataclass(frozen=True)
-class _Spec:
-    """Expected shape (None for any length), dtypes and range of a tensor of a file."""
-
-    shape: tuple[int | None, ...]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
-    low: float = -math.inf
-    high: float = math.inf
 
 
 _INTEGERS = (torch.int64, torch.int32)
@@ -58,9 +46,9 @@ _INTEGERS = (torch.int64, torch.int32)
 TOKENWISE = {"input_ids": 0, "attention_mask": 1, "token_type_ids": 2, "mm_token_type_ids": 2}
 # Inputs per picture or video.
 GRIDS = {
-    "image_grid_thw": _Spec((None, 3), _INTEGERS, 1),
-    "video_grid_thw": _Spec((None, 3), _INTEGERS, 1),
-    "second_per_grid_ts": _Spec((None,), low=1e-6),
+    "image_grid_thw": Spec((None, 3), _INTEGERS, 1),
+    "video_grid_thw": Spec((None, 3), _INTEGERS, 1),
+    "second_per_grid_ts": Spec((None,), low=1e-6),
 }
 
 
@@ -74,18 +62,11 @@ def save(
 ) -> None:
     """Write a context; `load` reads it. Arguments are those of `mmkv.Context`."""
     _check_whole(model)
-    windows = _sliding_layers(cache)
-    if len(cache.compressed) + len(windows) != len(cache.layers):
-        raise ValueError(
-            "a context of a model with linear-attention layers cannot be saved: ask while it is "
-            "in memory"
-        )
     tensors = {f"inputs.{name}": x for name, x in inputs.items()}
-    for i, layer in zip(cache.ordinal, cache.compressed, strict=True):
-        tensors |= {f"layers.{i}.{k}": x for k, x in packed(layer.keeping()).items()}
-    for i, window in windows.items():
-        pair: Any = {"keys": window.keys, "values": window.values}
-        tensors |= {f"windows.{i}.{k}": x for k, x in pair.items()}
+    for start, layer in _by_name(cache):
+        pair: Any = {"keys": layer.keys, "values": layer.values}
+        held = packed(layer.keeping()) if isinstance(layer, CompressedLayer) else pair
+        tensors |= {start + name: x for name, x in held.items()}
     header: dict[str, Any] = {
         "version": VERSION,
         "plan": _plan(cache.plan),
@@ -191,22 +172,29 @@ def _restored(
         n_layers=L,
     )
     prompt.check_ends()
-    _check_shares(header, cache.plan, L)
-    cache.plan = replace(cache.plan, task=header["task"], learned=tuple(header["learned"]) or None)
+    task, shares = header["task"], header["learned"]
+    valid = all(type(x) is float and 0 <= x <= 1 for x in shares)
+    valid = valid and len(shares) in (0, L) and math.isclose(sum(shares or [1.0]), 1.0)
+    if not valid or (cache.plan.sampling is None and (task or shares)):
+        raise _wrong(header, "task", "learned")
+    cache.plan = replace(cache.plan, task=task, learned=tuple(shares) or None)
     dtypes: tuple[torch.dtype, ...] = (model.dtype,)
     if torch.is_autocast_enabled(device.type):
         dtypes += (torch.get_autocast_dtype(device.type),)
-    for i, layer in zip(cache.ordinal, cache.compressed, strict=True):
-        stored = _layer(f"layers.{i}.", tensors, cache.plan, prompt, parts.pair_shape(i), dtypes)
-        layer.state = unpacked(cache.plan, prompt, {k: x.to(device) for k, x in stored.items()})
-        layer.seen, layer.is_initialized = T, True
-    for i, window in _sliding_layers(cache).items():
-        (heads, dim), last = parts.pair_shape(i), min(T, window.sliding_window - 1)
-        spec = _Spec((B, heads, last, dim), dtypes)
-        stored = _pop(tensors, f"windows.{i}.", {"keys": spec, "values": spec})
-        keys, values = stored["keys"].to(device), stored["values"].to(device)
-        window.lazy_initialization(keys, values)
-        window.keys, window.values, window.cumulative_length = keys, values, T
+    for i, (start, layer) in enumerate(_by_name(cache)):
+        (H, D), found = parts.pair_shape(i), _named(tensors, start)
+        if isinstance(layer, CompressedLayer):
+            _take(tensors, start, layout(cache.plan, prompt, (H, D), dtypes, found))
+            check_rows(cache.plan, prompt, found)
+            found = {name: x.to(device) for name, x in found.items()}
+            layer.state = unpacked(cache.plan, prompt, found)
+            layer.seen, layer.is_initialized = T, True
+        else:
+            spec = Spec((B, H, min(T, layer.sliding_window - 1), D), dtypes)
+            _take(tensors, start, {"keys": spec, "values": spec})
+            keys, values = found["keys"].to(device), found["values"].to(device)
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values, layer.cumulative_length = keys, values, T
     if tensors:
         raise ValueError(f"{min(tensors)[:60]!r} is in no context of this model")
     masks = {name: x.to(device) for name, x in vars(prompt).items() if isinstance(x, Tensor)}
@@ -216,29 +204,19 @@ def _restored(
     return cache, inputs
 
 
-def _check_shares(header: dict[str, Any], plan: CacheConfig, n_layers: int) -> None:
-    """Check the layer shares learned for a task."""
-    shares = header["learned"]
-    valid = all(type(x) is float and 0 <= x <= 1 for x in shares)
-    valid = valid and len(shares) in (0, n_layers) and math.isclose(sum(shares or [1.0]), 1.0)
-    if not valid or (plan.sampling is None and (header["task"] or shares)):
-        raise _wrong(header, "task", "learned")
-
-
 def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
     """Return the checked inputs per token and picture, removed from `tensors`, and a mask of the
     tokens of pictures, bool [B, T]."""
     model: Any = attachment.model
     images = attachment.parts.image_token_ids
-    names = {x.removeprefix("inputs.") for x in tensors if x.startswith("inputs.")}
+    names = {"attention_mask", *_named(tensors, "inputs.")}
     ids = tensors.get("inputs.input_ids", torch.empty(0))
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError("it lacks input_ids [B, T]")
     last_id = max([model.get_input_embeddings().num_embeddings - 1, *images])
-    specs = {k: _Spec(tuple(ids.shape), _INTEGERS, 0, largest) for k, largest in TOKENWISE.items()}
+    specs = {k: Spec(tuple(ids.shape), _INTEGERS, 0, largest) for k, largest in TOKENWISE.items()}
     specs = {**specs, "input_ids": replace(specs["input_ids"], high=last_id), **GRIDS}
-    names |= {"attention_mask"}
-    inputs = _pop(tensors, "inputs.", {k: x for k, x in specs.items() if k in names})
+    inputs = _take(tensors, "inputs.", {k: x for k, x in specs.items() if k in names})
     pictured = torch.isin(ids, torch.tensor(images, dtype=ids.dtype))
     token_types = inputs.get("mm_token_type_ids")
     if token_types is not None and not torch.equal(token_types > 0, pictured):
@@ -261,112 +239,33 @@ def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> tuple[dict[st
     return inputs, pictured
 
 
-def _layer(
-    start: str,
-    tensors: dict[str, Tensor],
-    plan: CacheConfig,
-    prompt: TokenMasks,
-    pair_shape: tuple[int, int],
-    dtypes: tuple[torch.dtype, ...],
-) -> dict[str, Tensor]:
-    """Return a layer's checked tensors (`packed`), removed from `tensors`; pair_shape: H, D."""
-    (B, T), (H, D), policy = prompt.valid.shape, pair_shape, plan.policy
-    names = {x.removeprefix(start) for x in tensors if x.startswith(start)}
-    n, x = (len(y) if (y := tensors.get(start + name, _NONE)).ndim else 0 for name in _COUNTED)
-    evicted = any(plan.evicting(prompt)) or policy.score.repeats
-    has_scores = {"": False, "sum": True, "max": evicted}[policy.score.turn_reduction]
-    merges = policy.merge is not None and policy.merge.weighted
-    specs = {
-        "counts": _Spec((B, H), (torch.int32,), 0, T),
-        "sizes": _Spec((B,), (torch.int32,), 1, T),
-        "positions": _Spec((n,), (torch.int16, torch.int32), 0, T - 1),
-    }
-    if plan.kv_dtype is None:
-        specs |= {"keys": _Spec((n, D), dtypes), "values": _Spec((n, D), dtypes)}
-    else:
-        bits = BITS[plan.kv_dtype]
-        means = tuple(torch.promote_types(x, torch.float32) for x in dtypes)
-        specs |= {
-            "codes": _Spec((n, bits // 4, D), (torch.uint8,)),
-            "ranges": _Spec((n, 2, 2 * D // group(D)), (torch.float16,)),
-            "exact": _Spec((x, 2, D), dtypes),
-            "mean": _Spec((B * H, D), means),
-            "error": _Spec((B, 2), low=0.0),
-        }
-    if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_everything:
-        specs["scores"] = _Spec((n,), low=0.0)
-    if grouped := merges and n != H * sum(prompt.lengths):
-        # The logarithm of a group's weight; weights far from this would overflow.
-        specs["bias"] = _Spec((n,), (torch.float16,), low=-32.0, high=32.0)
-        specs["group_index"] = _Spec((B, H, None, -(-T // 8)), (torch.uint8,))
-    if policy.score.ranks and "retained" in names:
-        specs["retained"] = _Spec((B,), low=0.0, high=1.0)
-    stored = _pop(tensors, start, specs)
-    counts, position = stored["counts"].flatten().long(), stored["positions"].long()
-    n_exact = int(counts.clamp(max=max(1, policy.sinks)).sum()) if plan.kv_dtype else 0
-    if (int(counts.sum()), n_exact) != (n, x):
-        raise ValueError(f"{start}counts sum to {int(counts.sum())} slots, but it has {n}")
-    row = torch.arange(B * H).repeat_interleave(counts)
-    batch = row // H
-    order = row * 2 * T + ~prompt.protected[batch, position] * T + position
-    n_required = torch.bincount(row[prompt.pinned[batch, position]], minlength=B * H)
-    valid = prompt.valid[batch, position].all() & (order[1:] > order[:-1]).all()
-    valid &= (n_required == torch.tensor(prompt.n_pinned).repeat_interleave(H)).all()
-    if not bool(valid):
-        raise ValueError(f"{start}positions are not kept tokens in stored order")
-    if grouped:
-        _check_groups(start, stored, row, prompt)
-    return stored
+def _named(tensors: dict[str, Tensor], start: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with `start`, by the rest of their names."""
+    return {k.removeprefix(start): x for k, x in tensors.items() if k.startswith(start)}
 
 
-def _check_groups(start: str, stored: dict[str, Tensor], row: Tensor, prompt: TokenMasks) -> None:
-    """Check that kept tokens lead the groups, and that only groups have weights."""
-    position, planes = stored["positions"].long(), stored["group_index"]
-    T, w = prompt.valid.shape[1], planes.shape[2]
-    if not 1 < w < T.bit_length() + 3:
-        raise ValueError(f"{start}group_index has codes of {w} bits")
-    leaders = GroupIndex(planes, T).leaders()
-    group = leaders.flatten(0, 1)
-    R, lead = len(group), group.clamp(min=0)
-    is_lead = torch.zeros(R, T, dtype=torch.bool)
-    is_lead[row, position] = True
-    valid = is_lead.gather(-1, lead) & prompt.valid.repeat_interleave(R // len(prompt.valid), dim=0)
-    same = GroupIndex.of(leaders).planes
-    if not (same.equal(planes) and bool((valid | (group < 0)).all())):
-        raise ValueError(f"{start}group_index names groups without a stored pair")
-    sizes = torch.zeros(R, T, dtype=torch.int64).scatter_add_(-1, lead, (group >= 0).long())
-    if bool((stored["bias"][sizes[row, position] < 2] != 0).any()):
-        raise ValueError(f"{start}bias is not 0 for tokens in no group")
-
-
-def _pop(tensors: dict[str, Tensor], start: str, specs: dict[str, _Spec]) -> dict[str, Tensor]:
+def _take(tensors: dict[str, Tensor], start: str, specs: dict[str, Spec]) -> dict[str, Tensor]:
     """Remove tensors whose names begin with `start`; return them, checked, by the rest."""
-    names = [name for name in tensors if name.startswith(start)]
-    popped = {name.removeprefix(start): tensors.pop(name) for name in names}
-    if different := specs.keys() ^ popped.keys():
+    found = _named(tensors, start)
+    if different := specs.keys() ^ found.keys():
         raise ValueError(f"missing or unexpected: {start}{', '.join(sorted(different))[:60]}")
     for name, spec in specs.items():
-        x = popped[name]
-        fits = len(x.shape) == len(spec.shape) and all(
-            n in (None, m) for n, m in zip(spec.shape, x.shape, strict=True)
-        )
-        if not fits or x.dtype not in spec.dtypes:
-            dtypes = " or ".join(str(d).removeprefix("torch.") for d in spec.dtypes)
-            shape = ", ".join("n" if n is None else str(n) for n in spec.shape)
-            raise ValueError(
-                f"{start}{name} is {str(x.dtype).removeprefix('torch.')} {list(x.shape)}, "
-                f"expected {dtypes} [{shape}]"
-            )
-        if not bool((x.isfinite() & (x >= spec.low) & (x <= spec.high)).all()):
-            raise ValueError(
-                f"{start}{name} has numbers that are not finite or not in [{spec.low}, {spec.high}]"
-            )
-    return popped
+        spec.check(start + name, tensors.pop(start + name))
+    return found
 
 
-def _sliding_layers(cache: CompressedCache) -> dict[int, DynamicSlidingWindowLayer]:
-    layers = enumerate(cache.layers)
-    return {i: x for i, x in layers if isinstance(x, DynamicSlidingWindowLayer)}
+def _by_name(cache: CompressedCache) -> Iterator[tuple[str, Any]]:
+    """Yield each layer of a cache with the start of its tensors' names."""
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, CompressedLayer):
+            yield f"layers.{i}.", layer
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            yield f"windows.{i}.", layer
+        else:
+            raise ValueError(
+                "a context of a model with linear-attention layers cannot be saved: ask while it "
+                "is in memory"
+            )
 
 
 def _plan(plan: CacheConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The kept pairs of a layer as they are stored, without empty slots, and the blocks made of them.
+"""The kept pairs of a layer as a file holds them, without empty slots: packed, checked, unpacked.
 
 A row is one key-value head of one sequence. The n slots of all rows follow each other, a row's own
 in the order of its slots.
@@ -6,6 +6,8 @@ in the order of its slots.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.cache.codes import BITS
+from mmkv.cache.codes import BITS, group
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import first_slots, planned
 from mmkv.cache.group_index import GroupIndex
@@ -23,19 +25,133 @@ from mmkv.cache.plain import PlainKV
 from mmkv.cache.quantize import QuantizedKV
 
 
-def packed(kept: KeptKV) -> dict[str, Tensor]:
-    """Return the tensors of a layer that has read its prompt and not decoded since.
+@dataclass(frozen=True)
+class Spec:
+    """The shape of a tensor of a file (None for any length), its dtypes and its range."""
 
-    Returns:
-        counts, sizes: int32 [B, H], slots of each row, and [B], see `KeptKV.sizes`.
-        positions: int16 [n], or int32 if one needs it.
-        keys, values: [n, D]. In 8 or 4 bits instead codes [n, P, N] and ranges [n, 2, 2 G], exact
-            [x, 2, N] of the x pairs that are held exactly, and mean [B * H, D].
-        scores, bias: float32 and float16 [n], accumulated attention and logarithms of weights, if
-            there are.
-        group_index: uint8 [B, H, w, T / 8], the planes of the `GroupIndex`, if there is one.
-        retained, error: as in `KeptKV`, if they are there.
+    shape: tuple[int | None, ...]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    low: float = -math.inf
+    high: float = math.inf
+
+    def check(self, name: str, x: Tensor) -> None:
+        """Raise a ValueError if a tensor is not as it must be."""
+        shapes = zip(self.shape, x.shape, strict=False)
+        fits = x.ndim == len(self.shape) and all(n in (None, m) for n, m in shapes)
+        if not fits or x.dtype not in self.dtypes:
+            dtypes = " or ".join(str(d).removeprefix("torch.") for d in self.dtypes)
+            shape = ", ".join("n" if n is None else str(n) for n in self.shape)
+            raise ValueError(
+                f"{name} is {str(x.dtype).removeprefix('torch.')} {list(x.shape)}, "
+                f"expected {dtypes} [{shape}]"
+            )
+        if not bool((x.isfinite() & (x >= self.low) & (x <= self.high)).all()):
+            raise ValueError(
+                f"{name} has numbers that are not finite or not in [{self.low}, {self.high}]"
+            )
+
+
+def layout(
+    plan: CacheConfig,
+    prompt: TokenMasks,
+    pair_shape: tuple[int, int],
+    dtypes: tuple[torch.dtype, ...],
+    tensors: Mapping[str, Tensor],
+) -> dict[str, Spec]:
+    """Return what the tensors of a packed layer must be, by name.
+
+    Args:
+        plan, prompt: of the cache.
+        pair_shape: H and D.
+        dtypes: those in which the model may have written keys and values.
+        tensors: those of a file, whose lengths are n, the number of slots, and x, the number of
+            pairs held exactly.
     """
+    (B, T), (H, D), policy = prompt.valid.shape, pair_shape, plan.policy
+    n, x = (len(tensors[k]) if k in tensors and tensors[k].ndim else 0 for k in _COUNTED)
+    specs = {
+        "counts": Spec((B, H), (torch.int32,), 0, T),  # slots of each row
+        "sizes": Spec((B,), (torch.int32,), 1, T),  # see `KeptKV.sizes`
+        "positions": Spec((n,), (torch.int16, torch.int32), 0, T - 1),
+    }
+    if plan.kv_dtype is None:
+        specs |= {"keys": Spec((n, D), dtypes), "values": Spec((n, D), dtypes)}
+    else:  # see `QuantizedKV`
+        bits = BITS[plan.kv_dtype]
+        means = tuple(torch.promote_types(x, torch.float32) for x in dtypes)
+        specs |= {
+            "codes": Spec((n, bits // 4, D), (torch.uint8,)),
+            "ranges": Spec((n, 2, 2 * D // group(D)), (torch.float16,)),
+            "exact": Spec((x, 2, D), dtypes),
+            "mean": Spec((B * H, D), means),
+            "error": Spec((B, 2), low=0.0),
+        }
+    evicted = any(plan.evicting(prompt)) or policy.score.repeats
+    has_scores = {"": False, "sum": True, "max": evicted}[policy.score.turn_reduction]
+    if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_everything:
+        specs["scores"] = Spec((n,), low=0.0)
+    merges = policy.merge is not None and policy.merge.weighted
+    if merges and n != H * sum(prompt.lengths):
+        # The logarithm of a group's weight; weights far from this would overflow.
+        specs["bias"] = Spec((n,), (torch.float16,), low=-32.0, high=32.0)
+        specs["group_index"] = Spec((B, H, None, -(-T // 8)), (torch.uint8,))
+    if policy.score.ranks and "retained" in tensors:
+        specs["retained"] = Spec((B,), low=0.0, high=1.0)
+    return specs
+
+
+# Their lengths are the number of a layer's slots, and of its pairs held exactly.
+_COUNTED = ("positions", "exact")
+
+
+def check_rows(plan: CacheConfig, prompt: TokenMasks, tensors: Mapping[str, Tensor]) -> None:
+    """Check that a layer of this `layout` holds what a cache holds of the prompt.
+
+    Raises:
+        ValueError: counts are not those of the slots; a row's positions are not in stored order,
+            or lack one that is always kept; or groups are not led by kept tokens.
+    """
+    (B, T), H = prompt.valid.shape, tensors["counts"].shape[1]
+    counts, position = tensors["counts"].flatten().long(), tensors["positions"].long()
+    n_exact = counts.clamp(max=max(1, plan.policy.sinks)).sum() if plan.kv_dtype else 0
+    lengths = [len(tensors.get(name, ())) for name in _COUNTED]
+    if [int(counts.sum()), int(n_exact)] != lengths:
+        raise ValueError(f"counts sum to {int(counts.sum())} slots, but it has {lengths[0]}")
+    row = torch.arange(B * H).repeat_interleave(counts)
+    batch = row // H
+    order = row * 2 * T + ~prompt.protected[batch, position] * T + position
+    n_required = torch.bincount(row[prompt.pinned[batch, position]], minlength=B * H)
+    valid = prompt.valid[batch, position].all() & (order[1:] > order[:-1]).all()
+    valid &= (n_required == torch.tensor(prompt.n_pinned).repeat_interleave(H)).all()
+    if not bool(valid):
+        raise ValueError("positions are not kept tokens in stored order")
+    if "group_index" in tensors:
+        _check_groups(tensors["group_index"], tensors["bias"], row, position, prompt)
+
+
+def _check_groups(
+    planes: Tensor, bias: Tensor, row: Tensor, position: Tensor, prompt: TokenMasks
+) -> None:
+    """Check that kept tokens lead the groups, and that only groups have weights."""
+    T, w = prompt.valid.shape[1], planes.shape[2]
+    if not 1 < w < T.bit_length() + 3:
+        raise ValueError(f"group_index has codes of {w} bits")
+    leaders = GroupIndex(planes, T).leaders()
+    group = leaders.flatten(0, 1)
+    R, lead = len(group), group.clamp(min=0)
+    is_lead = torch.zeros(R, T, dtype=torch.bool)
+    is_lead[row, position] = True
+    valid = is_lead.gather(-1, lead) & prompt.valid.repeat_interleave(R // len(prompt.valid), dim=0)
+    same = GroupIndex.of(leaders).planes
+    if not (same.equal(planes) and bool((valid | (group < 0)).all())):
+        raise ValueError("group_index names groups without a stored pair")
+    sizes = torch.zeros(R, T, dtype=torch.int64).scatter_add_(-1, lead, (group >= 0).long())
+    if bool((bias[sizes[row, position] < 2] != 0).any()):
+        raise ValueError("bias is not 0 for tokens in no group")
+
+
+def packed(kept: KeptKV) -> dict[str, Tensor]:
+    """Return the tensors of a layer that has read its prompt and not decoded since: `layout`."""
     pieces: dict[str, list[Tensor]] = {}
     for block in kept.blocks:
         filled, stored = block.held >= 0, block.stored
