@@ -207,7 +207,7 @@ class Adapter:
             heads = module.num_heads if module.new_decoder_architecture else module.num_kv_heads
         return heads, _dim(config)
 
-    def turns_by(self) -> Tensor:
+    def frequencies(self) -> Tensor:
         """Return radians per position of each rotated pair of dimensions, [R / 2]."""
         rotary: Any = self.decoder.rotary_emb
         name = "inv_freq" if hasattr(rotary, "inv_freq") else "full_attention_inv_freq"

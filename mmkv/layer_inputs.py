@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """The cos and sin of a rotary embedding, arguments of `rotate`."""
 
     cos: Tensor
@@ -39,7 +39,7 @@ class Rotary:
         R = self.cos.shape[-1]
         return torch.cat([rotated[..., :R] / size, rotated[..., R:]], dim=-1)
 
-    def moved(self, x: Tensor, to: Turn) -> Tensor:
+    def moved(self, x: Tensor, to: Rotation) -> Tensor:
         """Return `rotate(undo(x), *to)`, in one pass: queries or keys moved to another position."""
         old_cos, old_sin = self.cos.float(), self.sin.float()
         size = old_cos**2 + old_sin**2
@@ -62,12 +62,12 @@ class Rotary:
         cos, sin = (torch.cat(x, dim=1) for x in ((self.cos, other.cos), (self.sin, other.sin)))
         return replace(self, cos=cos, sin=sin)
 
-    def ahead(self, n: int) -> Turn:
+    def ahead(self, n: int) -> Rotation:
         """Return cos and sin [B, 1, R] of the text position `n` after the last token."""
         angle = n * self._frequencies()
         return self._rotated_by(angle.cos(), angle.sin())
 
-    def mean_ahead(self, n: int) -> Turn:
+    def mean_ahead(self, n: int) -> Rotation:
         """Return the mean cos and sin [B, 1, R] of the `n` text positions after the last token."""
         steps = torch.arange(1, n + 1, device=self.inv_freq.device)[:, None]
         angle = steps * self._frequencies()
@@ -78,11 +78,11 @@ class Rotary:
         frequencies = self.inv_freq.float()
         return frequencies.repeat_interleave(2) if self.interleaved else frequencies.repeat(2)
 
-    def _rotated_by(self, cos: Tensor, sin: Tensor) -> Turn:
+    def _rotated_by(self, cos: Tensor, sin: Tensor) -> Rotation:
         """Return the last token's embedding, rotated by an angle's cos and sin."""
         old_cos, old_sin = self.cos[:, -1:].float(), self.sin[:, -1:].float()
         cos, sin = old_cos * cos - old_sin * sin, old_sin * cos + old_cos * sin
-        return Turn(cos, sin, self.interleaved)
+        return Rotation(cos, sin, self.interleaved)
 
 
 def rows_of(x: Any, at: Tensor) -> Any:

@@ -199,7 +199,7 @@ def _rotary(parts: Adapter, cos_sin: Any, rows: int) -> Rotary:
         by_section = [x.split(sections, dim=-1) for x in cos_sin]
         cos_sin = (torch.cat([x[i % 3] for i, x in enumerate(y)], dim=-1) for y in by_section)
     cos, sin = (x.expand(rows, -1, -1) for x in cos_sin)
-    inv_freq = parts.turns_by().to(cos.device)  # with a device_map they may be elsewhere
+    inv_freq = parts.frequencies().to(cos.device)  # with a device_map they may be elsewhere
     return Rotary(cos, sin, inv_freq, parts.facts.interleaved)
 
 
