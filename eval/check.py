@@ -185,11 +185,17 @@ class CheckRow:
     nbytes: int  # bytes of the cache after the prefill, mean over prompts
     call: str  # what wraps a model with this cache
     tested: bool  # whether it held no more than was asked for
+    kv_dtype: str | None = None  # the type of kept pairs; None: the model's
 
     @property
     def name(self) -> str:
         """The cache's name in tables."""
         return self.policy if self.policy.startswith(FULL) else f"{self.policy} {self._size}"
+
+    @property
+    def type(self) -> str:
+        """The type of kept pairs in words."""
+        return self.kv_dtype or "the model's type"
 
     @property
     def _size(self) -> str:
@@ -243,8 +249,9 @@ class CheckReport:
             )
         return (
             f"fewest bytes within {self.within:g} nats a token: {best.call} holds "
-            f"{best.nbytes / self.full_nbytes:.0%} of the full cache's ({best.divergence:.3g} nats,"
-            f" and {best.worst:.3g} on prompt {best.worst_prompt}, the worst)"
+            f"{best.nbytes / self.full_nbytes:.0%} of the full cache's, in {best.type} "
+            f"({best.divergence:.3g} nats, and {best.worst:.3g} on prompt {best.worst_prompt}, "
+            "the worst)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -262,12 +269,12 @@ class CheckReport:
         long = f"{least:,}" if least == most else f"{least:,} to {most:,}"
         some = "1 prompt" if self.prompts == 1 else f"{self.prompts:,} prompts"
         title = f"{some} of {long} tokens, {self.tokens:,} tokens of replies"
-        columns = ("nats a token", "worst prompt", "same token", "kept", "bytes a prompt")
+        columns = ("nats a token", "worst prompt", "same token", "kept", "type", "bytes a prompt")
         rows = list[tuple[str, list[str]]]()
         for x in self.rows:
             numbers = [f"{x.divergence:.4f}", f"{x.worst:.4f}", f"{x.same:.1%}", f"{x.kept:.1%}"]
             size = f"{decimal(x.nbytes)} ({x.nbytes / self.full_nbytes:.0%})"
-            rows.append((x.name, [*numbers, size]))
+            rows.append((x.name, [*numbers, x.kv_dtype or "model's", size]))
         below = [Text(self.verdict, style="bold")]
         below += [Text(f"({x})", style="dim") for x in self.notes]
         return Group(Table("cache", columns, rows, title), *below)
@@ -336,4 +343,5 @@ def _over_prompts(
         nbytes=nbytes,
         call=variant.call(size),
         tested=not isinstance(size, float) or share <= 1.1 * size + 0.01,
+        kv_dtype=rows[0]["kv_dtype"],
     )

@@ -298,6 +298,7 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
         sizes = {"cache_bytes": heads * kept * per_slot, "full_bytes": total * heads * full_pair}
         sizes |= {"other_bytes": other_bytes // len(cache.lengths)}  # of layers not compressed
         facts = {"prompt_tokens": length, "kept_fraction": kept / total, **sizes}
+        facts["kv_dtype"] = cache.plan.kv_dtype
         rows.append(facts | {"retained": 1.0 if kept == total else mean_known(shares)})
     return rows
 

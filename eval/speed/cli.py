@@ -205,7 +205,8 @@ def plan_command(
     load, card = Load(batch=batch, prompt=length, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))
     smaller = plan(sizes, load, card, chosen, size, kv_dtype, table)
-    name = " ".join(filter(None, (policy, budget or f"{size:.3g}", kv_dtype)))
+    kept = None if chosen.keeps_all else budget or f"{size:.3g}"
+    name = " ".join(filter(None, (policy, kept, kv_dtype)))
     cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
     rows = [(label, [*figures.values()]) for label, figures in cells.items()]
     title = (

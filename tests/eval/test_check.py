@@ -136,6 +136,8 @@ def test_a_short_prompt_is_too_short_to_tell(model, prompt):
     assert [x.tested for x in report.rows[:2]] == [True, False]
     (note,) = report.notes
     assert note.startswith("condense 10% of bytes: too short to tell")
+    assert [x.kv_dtype for x in report.rows] == ["int8", "int4", "int8", "int4"]
+    assert f"of the full cache's, in {report.best.kv_dtype} (" in report.verdict
     assert mmkv.check(model, [prompt], "condense", least=0, **how).rows[1].tested
 
 

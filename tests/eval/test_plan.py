@@ -195,6 +195,8 @@ def test_plan_command(capsys, monkeypatch):
         assert code == 0
         assert "full cache" in shown
         assert "int4" in shown
+    whole = run(capsys, "plan", "smollm2-vision", "--policy", "full", "--budget", "0.2")[0]
+    assert "│ full       │" in whole  # a policy that keeps everything has no size
     for wrong in (["--gpu", "abacus"], ["--dtype", "int1"], ["--budget", "x"]):
         assert run(capsys, "plan", "llama-8b-random", *wrong)[2] == 2
     assert run(capsys, "plan", "no/such-folder-here")[2] != 0
