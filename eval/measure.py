@@ -29,7 +29,7 @@ from mmkv.forcing import (
 from mmkv.report import mean_known
 
 from .prompts import Encoder
-from .replay import Capture, applies, behind, continued
+from .replay import Capture, applies, asked, continued
 from .samples import Sample
 from .scoring import rouge, score
 from .store import FULL, Row
@@ -163,7 +163,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     def prompts_and_reader() -> tuple[dict[str, Any], Read | None]:
         """Return all tokens of the prompts, and the reader of those not in a cache yet."""
         if context is not None:
-            return behind(context, batch.apart[1])
+            return asked(context, batch.apart[1])
         return batch.inputs, None if captured is None else captured.reader(model)
 
     answers = batch.answers if scores_answers else None
@@ -183,7 +183,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
         limits = [sample.max_new_tokens for sample in batch.samples]
         if captured is None or job.by_generate:
             pad, chunk = job.encoder.tokenizer.pad_token_id, variant.evict_chunks
-            inputs = batch.inputs if context is None else context.behind(batch.apart[1])
+            inputs = batch.inputs if context is None else context.arguments_for(batch.apart[1])
             chunk = chunk if context is None else None  # its context is read already
             tokens, cache, times, first_bytes = timed(model, inputs, limits, pad, chunk)
         else:

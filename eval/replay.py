@@ -139,20 +139,20 @@ def continued(
         ended = [over or t in ends or n == limit for over, t, limit in each]
         if all(ended):
             break
-        logits = steps.behind(cache, token)
+        logits = steps.feed(cache, token)
     new = zip(torch.cat(tokens, dim=1).tolist(), limits, strict=True)
     return [up_to_end(ids, ends)[:limit] for ids, limit in new], cache
 
 
-def behind(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, Any], Read]:
+def asked(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, Any], Read]:
     """Return all tokens of a context and a text question, and a reader of the question."""
-    inputs = context.behind(question)
+    inputs = context.arguments_for(question)
     cache, ids = inputs.pop(CACHE), question["input_ids"]
 
     def read() -> tuple[Any, Tensor]:
         context_mask, question_mask = inputs["attention_mask"].tensor_split([-ids.shape[1]], dim=1)
         cache.expect()
         steps = Steps(context.model, {"input_ids": ids, "attention_mask": context_mask})
-        return cache, steps.behind(cache, ids, question_mask)[:, -1:]
+        return cache, steps.feed(cache, ids, question_mask)[:, -1:]
 
     return inputs, read

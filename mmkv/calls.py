@@ -94,8 +94,8 @@ def reads_chunks(kv_cache: Any, pictures: bool) -> bool:
     Before 5.23 it does not look at pictures in chunks, and before 5.21 it reads the chunks of a
     later turn wrongly.
     """
-    behind = kv_cache is not None and kv_cache.get_seq_length() > 0
-    return (5, 23 if pictures else 21 if behind else 0) <= _RELEASE
+    continues = kv_cache is not None and kv_cache.get_seq_length() > 0
+    return (5, 23 if pictures else 21 if continues else 0) <= _RELEASE
 
 
 def has_pictures(inputs: Mapping[str, Any]) -> bool:

@@ -111,7 +111,7 @@ class Context:
             ValueError: the context has several rows and the number of questions differs; the model
                 was wrapped again since; or a text or messages without a processor.
         """
-        arguments = self.behind(self._encoded(inputs, processor, ends=True)[0])
+        arguments = self.arguments_for(self._encoded(inputs, processor, ends=True)[0])
         start = arguments["input_ids"].shape[1]
         config = options.get("generation_config") or self.model.generation_config
         counts = (options.get(x, getattr(config, x)) for x in ("num_beams", "num_return_sequences"))
@@ -123,12 +123,12 @@ class Context:
         out.sequences = out.sequences[:, start:]
         return out
 
-    def behind(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments_for(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `generate` for a question, with a copy of the cache."""
         self._check_weights()
         cache = copy.deepcopy(self.cache)
         cache.context_length = cache.get_seq_length()
-        return {**self._behind(inputs, cache), CACHE: cache}
+        return {**self._with_context(inputs, cache), CACHE: cache}
 
     def append(
         self, inputs: Input, *, processor: Any = None, prefill_chunk_size: int | None = None
@@ -145,7 +145,7 @@ class Context:
         """
         self._check_weights()
         new, opened = self._encoded(inputs, processor, ends=False)
-        arguments = self._behind(new, self.cache)
+        arguments = self._with_context(new, self.cache)
         self.cache = _read(self.model, {**arguments, CACHE: self.cache}, prefill_chunk_size)
         self.inputs, self.opened = _turn_inputs(arguments), opened
 
@@ -173,7 +173,7 @@ class Context:
         what = f"{type(self.model).__name__}, {rows} x {seen} tokens, {self.nbytes} bytes"
         return f"Context({what}, {self.cache.plan.describe()})"
 
-    def _behind(self, inputs: Mapping[str, Any], cache: CompressedCache) -> dict[str, Any]:
+    def _with_context(self, inputs: Mapping[str, Any], cache: CompressedCache) -> dict[str, Any]:
         """Return the arguments of `generate`: old and new tokens, and the new pictures."""
         new_inputs = _tensors(inputs, self.model)
         earlier, n_new = self.inputs, len(new_inputs["input_ids"])

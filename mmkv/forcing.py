@@ -42,7 +42,7 @@ class Steps:
         out = self.run(self.inputs, **self.last)
         return cache_in(out), out.logits[:, -1:]
 
-    def behind(self, cache: Any, ids: Tensor, valid: Tensor | None = None) -> Tensor:
+    def feed(self, cache: Any, ids: Tensor, valid: Tensor | None = None) -> Tensor:
         """Return logits [B, t, V] of new tokens [B, t]; `valid` is False for padding."""
         new = self.mask.new_ones(ids.shape) if valid is None else valid.to(self.mask.dtype)
         self.mask = torch.cat([self.mask, new], dim=-1)
@@ -75,7 +75,7 @@ def forced(
     del logits
     step = _CHUNK if drops_nothing(cache) else 1
     for piece in reply.split(step, dim=1) if reply.shape[1] else ():
-        yield cache, steps.behind(cache, piece)
+        yield cache, steps.feed(cache, piece)
 
 
 @dataclass(frozen=True)

@@ -114,14 +114,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     return rotated if x.shape[-1] == R else torch.cat([rotated, x[..., R:].float()], dim=-1)
 
 
-def closed(positions: Tensor, behind: Tensor) -> Tensor:
+def closed(positions: Tensor, after: Tensor) -> Tensor:
     """Move positions [R, ...] by the padding after them, so that distances count tokens alone.
 
-    `behind` is int [R, T], the padding after each of the first T positions; position -1 means no
+    `after` is int [R, T], the padding after each of the first T positions; position -1 means no
     token.
     """
     flat = positions.flatten(1)
-    moved = flat + behind.gather(1, flat.clamp(0, behind.shape[1] - 1).long())
+    moved = flat + after.gather(1, flat.clamp(0, after.shape[1] - 1).long())
     return torch.where(flat < 0, flat, moved).view_as(positions).to(positions.dtype)
 
 

@@ -47,7 +47,7 @@ def settle(
 
 
 def _read_again(attachment: Attachment, cache: CompressedCache, limit: int, q: int) -> None:
-    """Read all tokens seen anew, a context as a prompt and what is behind it as a question."""
+    """Read all tokens seen anew, a context as a prompt and what follows it as a question."""
     ids, seen = cache.ids, cache.get_query_offset()
     valid = cache.valid_tokens(seen)
     pictures = torch.tensor(attachment.parts.image_token_ids)

@@ -239,7 +239,7 @@ class TokenMasks:
             than the policy's if a short row's budget is below the number of `pinned` tokens.
         n_pinned: the number of `pinned` tokens.
         n_protected: the number of protected tokens.
-        inner: padding behind a row's first token, such as that of a later turn.
+        inner: padding after a row's first token, such as that of a later turn.
         granted: the share of the `pinned` tokens that the budget has room for, in [0, 1].
         waits: whether the row ends in padding, so that it loses no token before the next chunk.
     """
@@ -345,8 +345,8 @@ class TokenMasks:
             )
 
     @property
-    def behind(self) -> Tensor | None:
-        """The padding behind each of the T tokens, int64 [B, T]; None without gaps."""
+    def padding_after(self) -> Tensor | None:
+        """The padding after each of the T tokens, int64 [B, T]; None without gaps."""
         if not any(self.inner):
             return None
         absent = (~self.valid).long()
@@ -354,8 +354,8 @@ class TokenMasks:
 
     def closed(self, positions: Tensor) -> Tensor:
         """Return positions [B, 1 or H, U] whose distances leave padding between tokens out."""
-        behind = self.behind
-        return positions if behind is None else closed(positions, behind.to(positions.device))
+        after = self.padding_after
+        return positions if after is None else closed(positions, after.to(positions.device))
 
     def last_places(self, n: int) -> Tensor | None:
         """Return the positions of each row's n last tokens, int64 [B, n]; None without gaps.

@@ -196,7 +196,7 @@ class _Rows:
         return self.counts.cumsum() - self.counts
 
     def put(self, x: Tensor, rows: np.ndarray, width: int, fill: float = 0) -> Tensor:
-        """Return these rows of x [n, ...] as [R', width, ...], `fill` behind a row's own slots."""
+        """Return these rows of x [n, ...] as [R', width, ...], `fill` after a row's own slots."""
         out = x.new_full((len(rows), width, *x.shape[1:]), fill)
         filled = np.arange(width) < self.counts[rows, None]
         at = self.starts[rows, None] + np.arange(width)
@@ -207,7 +207,7 @@ class _Rows:
 def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) -> KeptKV:
     """Return the layer of which `packed` made the tensors, on their device.
 
-    Slots behind those in use hold zeros, as many as a new cache of unknown length has.
+    Slots after those in use hold zeros, as many as a new cache of unknown length has.
     """
     (B, H), device, n_first = (
         tensors["counts"].shape,

@@ -87,5 +87,5 @@ class PlainKV:
         return PlainKV(self.keys.index_select(0, rows), self.values.index_select(0, rows))
 
     def grown(self, n_new: int) -> PlainKV:
-        """Return the same pairs with `n_new` empty slots behind them, in new storage."""
+        """Return the same pairs with `n_new` empty slots after them, in new storage."""
         return PlainKV(*(pad(x, (0, 0, 0, n_new)) for x in (self.keys, self.values)))

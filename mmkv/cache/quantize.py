@@ -37,7 +37,7 @@ class QuantizedKV:
         ranges: float16 [R, 2, 2 G, S], the steps of a key's and a value's G groups, and their
             lowest numbers; 1 and 0 for an empty or an exact slot.
         exact: [R, X, 2, N] in the model's type, the exact pairs: `WINDOW` places for generated
-            tokens, if there is a window, and behind them the row's first tokens.
+            tokens, if there is a window, and after them the row's first tokens.
         exact_slots: int64 [R, X], the slot of each place. A place without a token of its own
             repeats another one's slot and pair.
         mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider.
@@ -257,7 +257,7 @@ class QuantizedKV:
         return QuantizedKV(*(x.index_select(0, rows) for x in self._tensors), **self._how)
 
     def grown(self, n_new: int) -> QuantizedKV:
-        """Return the same pairs with `n_new` empty slots behind them, in new storage."""
+        """Return the same pairs with `n_new` empty slots after them, in new storage."""
         _, *tensors = self._tensors
         ranges = pad(self.ranges, (0, n_new))
         ranges[:, 0, :, self.slots :] = 1.0

@@ -54,7 +54,8 @@ def ids_of(processor, messages):
 
 def seen(context, question):
     """All ids that a question's reply stands behind."""
-    return context.behind(context._encoded(question, None, ends=True)[0])["input_ids"][0].tolist()
+    encoded, _ = context._encoded(question, None, ends=True)
+    return context.arguments_for(encoded)["input_ids"][0].tolist()
 
 
 def test_pictures_are_asked_about_in_words():
@@ -126,7 +127,7 @@ def test_texts_and_turns_are_one_conversation(system, tmp_path):
         assert seen(context, "Who?") == wanted(turn("One. ", "Who?"))
         asked = [turn("Who?"), said, turn("Really?")]
         assert seen(context, asked) == wanted(turn("One. ", "Who?"), said, turn("Really?"))
-        rows = context.behind(context._encoded(["Who?", "What is it?"], None, ends=True)[0])
+        rows = context.arguments_for(context._encoded(["Who?", "What is it?"], None, ends=True)[0])
         for text, ids, mask in zip(
             ("Who?", "What is it?"), rows["input_ids"], rows["attention_mask"].bool(), strict=True
         ):

@@ -141,7 +141,7 @@ def test_appended_frames_equal_all_frames(name):
         context.append(frames[1])
         assert torch.equal(context.ask(frames[2], **options), want)
         if "image_grid_thw" in whole:
-            encoded = context.behind(frames[2])["mm_encoder_outputs"]["image"]
+            encoded = context.arguments_for(frames[2])["mm_encoder_outputs"]["image"]
             assert not encoded.pooler_output[0].requires_grad
             two = {k: x.expand(2, -1) if k in TOKENWISE else x for k, x in frames[2].items()}
             with pytest.raises(ValueError, match="image_grid_thw for 2 rows"):

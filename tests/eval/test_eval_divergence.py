@@ -13,7 +13,7 @@ from helpers.oracle import short
 from mmkv import forcing
 from mmkv.eval import measure, runner
 from mmkv.eval.measure import perplexity
-from mmkv.eval.replay import behind
+from mmkv.eval.replay import asked
 from mmkv.eval.store import Store
 from mmkv.eval.tabulate import Report
 from mmkv.forcing import drops_nothing, log_probabilities, score_answers
@@ -105,7 +105,7 @@ def test_after_a_context_all_tokens_are_compared(model, inputs):
     nats = {}
     for budget in (1.0, 0.3):
         with mmkv.wrapped(model, "snapkv", budget, window=4):
-            whole, read = behind(mmkv.read(model, before), question)
+            whole, read = asked(mmkv.read(model, before), question)
             scored = score_answers(model, whole, REPLIES, full=full, read=read, hidden=True)
         assert scored.compared == [5, 1, 8]
         nats[budget] = scored.divergence

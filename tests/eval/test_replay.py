@@ -27,7 +27,7 @@ def compared(model, inputs, policy, budget, options):
         for cache in (own, captured.replayed(model)):
             kept = [cache.shares(i) for i in range(len(cache.layers)) if layer_of(cache, i)]
             steps = Steps(model, inputs)
-            found.append((kept, steps.behind(cache, token), cache.nbytes))
+            found.append((kept, steps.feed(cache, token), cache.nbytes))
     return found
 
 
