@@ -311,6 +311,7 @@ class TestCommands:
         make_files(words)
         monkeypatch.setattr("mmkv.chat.load", reached)
         monkeypatch.setattr("mmkv.eval.cli.token_counter", lambda name: len)
+        monkeypatch.setattr("mmkv.eval.sizing.token_counter", lambda name: len)
         monkeypatch.setattr("mmkv.eval.compare.Comparison", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._load", reached)
         monkeypatch.setattr("mmkv.eval.speed.rival.Worker", lambda python: ExitStack())
