@@ -18,11 +18,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from mmkv import adapters
 from mmkv.cache import checks
 from mmkv.cache.config import CacheConfig, TokenMasks
+from mmkv.cache.contents import CacheContents
 from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
@@ -36,16 +37,15 @@ from mmkv.cache.forward_pass import (
     outside_inference_mode,
     refuse_gradient,
 )
-from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
-from mmkv.cache.padded_blocks import PaddedBlock, Step
+from mmkv.cache.layer import CompressedLayer, KeptKV
+from mmkv.cache.padded_blocks import Step
 from mmkv.cache.prompt_kv import PromptKV, Tail
 from mmkv.cache.selection import head_sizes, sizes_of_rows
 from mmkv.decode.slots import plan as plan_slots
 from mmkv.layer_inputs import LayerInputs, rows_of
-from mmkv.report import CacheReport
 
 
-class CompressedCache(Cache):
+class CompressedCache(CacheContents):
     """A key-value cache that keeps the tokens a policy scores highest.
 
     `model.generate` on a wrapped model makes one; `return_dict_in_generate=True` returns it as
@@ -64,9 +64,9 @@ class CompressedCache(Cache):
         self.on_clock = False
         layers = layers_of(config)
         super().__init__(layers=layers)
-        # The layers that are compressed, and their place among these by layer index.
         self.compressed = [x for x in layers if isinstance(x, CompressedLayer)]
         numbers = [i for i, x in enumerate(layers) if isinstance(x, CompressedLayer)]
+        # The place of each compressed layer among these, by layer index.
         self.ordinal = {i: n for n, i in enumerate(numbers)}
         self.plan = plan
         self.max_length = max_length
@@ -80,8 +80,7 @@ class CompressedCache(Cache):
         self.long = False
         # Whether this cache's layer sizes were added to the sample, see `mmkv.cache.sampling`.
         self.sizes_learned = False
-        # The masks of all tokens up to the end of the last prompt.
-        self.prompt: TokenMasks | None = None
+        self.prompt = None
         # The position offset of each row's text after pictures, int64 [B, 1]; None: not known.
         self.rope_deltas: Tensor | None = None
         # Ids of the first t tokens seen, int64 [B, t]; None: not known.
@@ -240,7 +239,7 @@ class CompressedCache(Cache):
         Returns:
             [B, q, Hq, D].
         """
-        layer, running = self._compressed_layer(call.layer_idx), current.get()
+        layer, running = self.compressed_layer(call.layer_idx), current.get()
         assert running is not None
         if isinstance(self.phase, Reading):
             with outside_inference_mode():
@@ -282,7 +281,7 @@ class CompressedCache(Cache):
         In a round of generated tokens the queries of all since the last round observe. `inputs` are
         those of the new tokens, whose pairs `attend` has stored, but in a first pass.
         """
-        layer, reading, prompt = self._compressed_layer(inputs.layer_idx), self.reading, self.prompt
+        layer, reading, prompt = self.compressed_layer(inputs.layer_idx), self.reading, self.prompt
         assert reading is not None
         assert prompt is not None
         policy = self.plan.policy
@@ -333,7 +332,7 @@ class CompressedCache(Cache):
 
     def is_empty(self, layer_idx: int) -> bool:
         """Whether a layer holds nothing yet, so that the model's own attention sees all tokens."""
-        return self._compressed_layer(layer_idx).state is None
+        return self.compressed_layer(layer_idx).state is None
 
     @property
     def reading(self) -> Reading | None:
@@ -401,12 +400,6 @@ class CompressedCache(Cache):
         return isinstance(self.phase, Reading)
 
     @property
-    def blocks(self) -> list[PaddedBlock]:
-        """The blocks of all layers."""
-        kept = [x.state for x in self.compressed if isinstance(x.state, KeptKV)]
-        return [block for state in kept for block in state.blocks]
-
-    @property
     def observes_replies(self) -> bool:
         """Whether queries of generated tokens are stored, to score with them in a later round."""
         return self.plan.policy.decode.every > 0 and not self.plan.keeps_everything
@@ -424,76 +417,6 @@ class CompressedCache(Cache):
             return False
         n = max(self.lengths) + self.get_query_offset() - self.prompt.valid.shape[1]
         return n <= self.short_positions < n + q
-
-    def kept(self, layer: int) -> Tensor:
-        """Return original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
-
-        Positions count along the sequence axis of the batch, padding included, as
-        `get_seq_length` does.
-
-        Raises:
-            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
-                no prompt was read.
-        """
-        return self._compressed_layer(layer).keeping().kept()
-
-    def groups(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return the groups of a layer, for policies with merge="groups".
-
-        Returns:
-            weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
-            group: int64 [B, H, N], the group of each token of the prompt and of earlier turns; -1
-                for tokens that are kept single, for evicted ones, and for padding.
-
-        Raises:
-            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
-                no prompt was read.
-        """
-        state = self._compressed_layer(layer).keeping()
-        assert self.prompt is not None
-        return state.groups(self.prompt.valid.shape[1])
-
-    def shares(self, layer: int) -> Tensor:
-        """Return which share of a kept pair each token seen has in a layer, float32 [B, H, T].
-
-        1 for a token that is kept single, 1 / m for one in a group of m tokens, 0 for an evicted
-        one and for padding: the sum over tokens is the number of pairs kept.
-
-        Raises:
-            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
-                no prompt was read.
-        """
-        compressed = self._compressed_layer(layer)
-        return compressed.keeping().shares(compressed.seen)
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each row up to the end of the last prompt, without padding."""
-        return [] if self.prompt is None else self.prompt.lengths
-
-    def _compressed_layer(self, layer: int) -> CompressedLayer:
-        if not -len(self.layers) <= layer < len(self.layers):
-            raise ValueError(f"layer {layer}: the cache has layers 0 to {len(self.layers) - 1}")
-        compressed_layer = self.layers[layer]
-        if not isinstance(compressed_layer, CompressedLayer):
-            raise ValueError(
-                f"layer {layer} has a sliding window or linear attention: it is not compressed"
-            )
-        return compressed_layer
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the storages of keys and values, empty slots included."""
-        return sum(self.layer_nbytes)
-
-    @property
-    def layer_nbytes(self) -> list[int]:
-        """`nbytes` of each layer."""
-        return [nbytes(x) for x in self.layers]
-
-    def report(self) -> CacheReport:
-        """Return tokens kept per head, bytes and retained importance of each layer, and totals."""
-        return CacheReport.of(self)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue the former row beam_idx[i], for beam search."""
