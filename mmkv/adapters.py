@@ -141,9 +141,6 @@ MODELS: dict[str, tuple[str, ...]] = {
     "SmolVLMForConditionalGeneration": ("llama",),
 }
 
-# All tokens of its prompt see each other, so it cannot be read in chunks.
-_BOTH_WAYS = "PaliGemmaForConditionalGeneration"
-
 # Known classes that cannot be wrapped, and why.
 REFUSED: dict[str, str] = {
     "BloomForCausalLM": "its ALiBi position biases are added outside the AttentionInterface",
@@ -162,7 +159,6 @@ class Adapter:
     attentions: tuple[Any, ...]  # of each block; None for linear attention
     image_token_ids: tuple[int, ...]  # images and videos in `input_ids`; () for a text model
     facts: Decoder
-    both_ways: bool = False  # whether all tokens of a prompt see each other
     ranks: int = 1  # number of processes that share each layer's heads (tensor parallelism)
 
     def added(self, index: int, output: Tensor) -> Tensor:
@@ -290,7 +286,6 @@ def find(model: nn.Module) -> Adapter:
         attentions=attentions,
         image_token_ids=tuple(token for token in token_ids if token is not None),
         facts=facts,
-        both_ways=_BOTH_WAYS in names,
         ranks=_ranks((model, decoder, *layers), attentions),
     )
 

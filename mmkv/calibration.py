@@ -57,10 +57,10 @@ def calibrate(
             f"calibrate measures all heads, and those of this model are spread over {parts.ranks} "
             "processes: measure it in one, with device_map='auto'"
         )
-    origin: Any = {"policy": chosen.name, "model": adapters.shape(parts.config)}
+    shape = adapters.shape(parts.config)
     if isinstance(chosen.heads, VisualHeads):
         scores, n = visual_heads.measure(model, _checked(samples), chosen)
-        return Profile(visual=scores, samples=n, **origin)
+        return Profile(visual=scores, samples=n, policy=chosen.name, model=shape)
     if not chosen.layers.needs:
         raise ValueError(
             f"policy {chosen.name!r} sizes its layers without looking at the prompt "
@@ -79,7 +79,7 @@ def calibrate(
     mean_size = sum(mean) / len(mean)
     # Sizes are whole tokens, so their mean may differ from the budget by less than one token.
     size = mean_size if target is None or abs(mean_size - target) > CLOSE else target
-    return Profile(mean, budget=size, samples=len(rows), **origin)
+    return Profile(mean, budget=size, samples=len(rows), policy=chosen.name, model=shape)
 
 
 def _checked(samples: Iterable[Any]) -> Iterator[Mapping[str, Any]]:

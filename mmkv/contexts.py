@@ -284,9 +284,17 @@ def load_context(
 
 def _read(model: Any, arguments: dict[str, Any], chunk: int | None) -> CompressedCache:
     """Run a prompt, or more of it, through the model; return its cache."""
-    options: Any = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True}
-    options |= {"num_beams": 1, "num_return_sequences": 1, "prefill_chunk_size": chunk}
-    return cache_in(model.generate(**arguments, **options, use_cache=True))
+    out = model.generate(
+        **arguments,
+        max_new_tokens=1,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        prefill_chunk_size=chunk,
+        use_cache=True,
+        return_dict_in_generate=True,
+    )
+    return cache_in(out)
 
 
 @torch.no_grad()

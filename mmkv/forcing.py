@@ -185,9 +185,14 @@ def _padded(answers: Sequence[Sequence[int]], device: Any) -> Tensor:
 
 def replies(model: Any, inputs: Mapping[str, Any], max_new_tokens: int) -> list[list[int]]:
     """Return the model's greedy reply to each prompt, up to its end or `max_new_tokens`."""
-    options: Any = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
     with torch.no_grad():
-        ids = model.generate(**inputs, **options, return_dict_in_generate=False)
+        ids = model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            return_dict_in_generate=False,
+        )
     ends = ends_of(model)
     return [up_to_end(row, ends) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
 
@@ -216,8 +221,15 @@ def changes_logits(model: Any) -> bool:
         return input_ids
 
     ids = torch.ones(1, 2, dtype=torch.long, device=model.device)
-    options: Any = {"do_sample": False, "num_beams": 1, "max_new_tokens": 1, "pad_token_id": 0}
-    model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=stop, **options)
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        custom_generate=stop,
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=1,
+        pad_token_id=0,
+    )
     return bool(found)
 
 

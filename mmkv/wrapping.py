@@ -35,7 +35,6 @@ from mmkv.sizes.layers import UniformLayers
 from mmkv.sizes.profiled import (
     NO_VISUAL_PROFILE,
     MeasuredHeads,
-    RetrievalHeads,
     VisualHeads,
     by_copying,
     by_pictures,
@@ -135,8 +134,16 @@ def wrap(
             f"attn_implementation={base!r} is not supported: load the model with one of "
             f"{', '.join(attention.NAMES)}"
         )
-    options: Any = {"kv_dtype": kv_dtype, "evict_chunks": evict_chunks, "graph": graph}
-    plan, compressed = planned(model, parts, chosen, budget, profile=profile, **options)
+    plan, compressed = planned(
+        model,
+        parts,
+        chosen,
+        budget,
+        profile=profile,
+        kv_dtype=kv_dtype,
+        evict_chunks=evict_chunks,
+        graph=graph,
+    )
     attachment = Attachment(model, parts, plan, compressed)
     vars(model)["_mmkv"] = attachment
     try:
@@ -261,7 +268,6 @@ def planned(
     config = CacheConfig(chosen, *fields, table=table, graph=graph, sampling=sampling)
     if not config.keeps_everything:
         _check_spread(parts, config)
-        config = replace(config, waits_for_probe=isinstance(chosen.heads, RetrievalHeads))
     if memory is not None:
         _, head_dim = parts.pair_shape(compressed[0])
         config = allotted(config, memory, model.dtype.itemsize, head_dim)

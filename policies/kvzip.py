@@ -16,7 +16,6 @@ repeated, and earlier tokens keep their scores.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,13 +95,14 @@ class Repetition(Score):
             inverse = 1 / layer.hidden.float().norm(dim=-1).clamp(min=torch.finfo().tiny)
             inverse = inverse.masked_fill(~layer.valid[:, -Q:], 0.0)[:, None, None, :, None]
         size = max(1, tile(layer.key.device) // (B * Hq * N))
-        options: Any = {"scale": layer.scale, "softcap": layer.softcap}
         for start in range(0, Q, size):
             stop = min(start + size, Q)
             last = N - Q + stop
             query, key = layer.query[:, :, start:stop], layer.key[:, :, :last]
             valid = layer.valid[:, :last]
-            attention = window_rows(query, key, stop - start, valid=valid, **options)
+            attention = window_rows(
+                query, key, stop - start, scale=layer.scale, softcap=layer.softcap, valid=valid
+            )
             if inverse is not None:
                 attention = attention * inverse[:, :, :, start:stop]
             scores[..., :last] = scores[..., :last].maximum(attention.amax(3))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,11 +82,18 @@ class SparsityLayers(Layers):
         layer = last_queries(layer)
         assert layer.mask is not None
         large = seen = torch.zeros(len(layer.query), device=layer.key.device)
-        options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
         parts = (x.split(_BLOCK, dim=2) for x in (layer.query, layer.mask))
         for rows, mask in zip(*parts, strict=True):
             n = rows.shape[2]
-            attention = window_rows(rows, layer.key, n, mask=mask, bias=layer.bias, **options)
+            attention = window_rows(
+                rows,
+                layer.key,
+                n,
+                scale=layer.scale,
+                softcap=layer.softcap,
+                mask=mask,
+                bias=layer.bias,
+            )
             sees = mask[:, :, None].expand(attention.shape)
             limit = self.threshold * attention.amax(-1, keepdim=True)
             large = large + ((attention >= limit) & sees).sum((1, 2, 3, 4))

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 # The number of random tokens in each copy, and the fewest that give a result.
 LENGTH, _LEAST = 256, 16
 # Offsets of the attended tokens from the same token in the first copy.
-_BEHIND = (0, 1, 2)
+_OFFSETS = (0, 1, 2)
 _VERSION = 1  # of the cached results
 SPREAD = (
     "this model's heads are spread over {ranks} processes (tensor parallelism), and the copy probe "
@@ -69,7 +69,7 @@ def copy_scores(
     """
     weights, N = window_rows(query, key, length, scale=scale, softcap=softcap)[0], key.shape[2]
     first_copy = torch.arange(N - 2 * length, N - length, device=key.device)
-    targets = first_copy[:, None] + torch.tensor(_BEHIND, device=key.device)
+    targets = first_copy[:, None] + torch.tensor(_OFFSETS, device=key.device)
     copied = weights.gather(-1, targets.expand(*weights.shape[:-1], -1))
     return copied.sum(-1).mean(-1).amax(-1)
 
@@ -144,7 +144,7 @@ def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
         logger.warning("%s", error)
         table = None
     policy = replace(plan.policy, heads=UniformHeads())
-    return for_heads(replace(plan, policy=policy, table=table, waits_for_probe=False))
+    return for_heads(replace(plan, policy=policy, table=table))
 
 
 def _ready(attachment: Attachment) -> bool:

@@ -33,8 +33,8 @@ def check_instruction(parts: Adapter, policy: Policy) -> None:
     Raises:
         ValueError: an id is beyond its vocabulary, or the request fills all of its positions.
     """
-    score: Any = policy.score
-    config, ids = parts.config, score.ids
+    assert isinstance(policy.score, Repetition)
+    config, ids = parts.config, policy.score.ids
     unknown = [x for x in ids if x >= config.vocab_size]
     if unknown:
         raise ValueError(
@@ -112,7 +112,7 @@ def _pieces(
     the end of a row; and embeddings [B, R, hidden] and positions [A, B, R] of the instruction
     followed by the piece.
     """
-    score: Any = cache.plan.policy.score
+    score = cache.plan.policy.score
     assert isinstance(score, Repetition)
     assert cache.prompt is not None
     (B, q), device = embeds.shape[:2], embeds.device

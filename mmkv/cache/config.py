@@ -22,7 +22,7 @@ from mmkv.layer_inputs import closed
 from mmkv.memory import Allotment
 from mmkv.parts import SizeInputs
 from mmkv.policy import Policy
-from mmkv.sizes.profiled import HeadTable
+from mmkv.sizes.profiled import HeadTable, RetrievalHeads
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,6 @@ class CacheConfig:
     evict_chunks: bool = False
     # Sizes of heads that were measured, in place of the policy's; None: the policy sizes them.
     table: HeadTable | None = None
-    # Whether head sizes wait for a run of the copy probe (`mmkv.attach.copy_probe`).
-    waits_for_probe: bool = False
     # The share of the full cache's bytes from which budget and type follow; None: they were given.
     memory: Allotment | None = None
     # The layer sizes learned so far (`Layers.learns`), shared by all caches of a wrap.
@@ -77,6 +75,12 @@ class CacheConfig:
             return f"memory {self.memory.memory}"
         retention = self.policy.layers.retention
         return f"budget {self.budget}" if self.budget else f"retention {retention}"
+
+    @property
+    def waits_for_probe(self) -> bool:
+        """Whether head sizes wait for a run of the copy probe (`mmkv.attach.copy_probe`)."""
+        measured = self.table is not None or not isinstance(self.policy.heads, RetrievalHeads)
+        return not (measured or self.keeps_everything)
 
     @property
     def equal_heads(self) -> bool:
