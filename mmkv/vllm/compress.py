@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.selection import ranked
-from mmkv.layer_inputs import LayerInputs, Rotary, Turn
+from mmkv.layer_inputs import LayerInputs, Rotary, Rotation
 from mmkv.policy import Policy
 from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.layers import UniformLayers
@@ -27,15 +26,17 @@ class TableRotary(Rotary):
 
     table: tuple[Tensor, Tensor] | None = None  # cos and sin [positions, R] behind the last token
 
-    def ahead(self, n: int) -> Turn:
+    def ahead(self, n: int) -> Rotation:
         """Return cos and sin [1, 1, R] of the position `n` after the last token."""
         assert self.table is not None
-        return Turn(*(x[None, n - 1 : n] for x in self.table), self.interleaved)
+        cos, sin = self.table
+        return Rotation(cos[None, n - 1 : n], sin[None, n - 1 : n], self.interleaved)
 
-    def mean_ahead(self, n: int) -> Turn:
+    def mean_ahead(self, n: int) -> Rotation:
         """Return the mean cos and sin [1, 1, R] of the next `n` positions, those that exist."""
         assert self.table is not None
-        return Turn(*(x[None, :n].mean(1, keepdim=True) for x in self.table), self.interleaved)
+        cos, sin = (x[None, :n].mean(1, keepdim=True) for x in self.table)
+        return Rotation(cos, sin, self.interleaved)
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ def _rotary(x: Prompt) -> TableRotary | None:
         return None
     cos, sin, interleaved = x.rotary
     N, Q = x.keys.shape[1], x.query.shape[1]
-    own: Any = (y[None, N - Q : N] for y in (cos, sin))
-    return TableRotary(*own, cos, interleaved, (cos[N:], sin[N:]))
+    own = slice(N - Q, N)
+    return TableRotary(cos[None, own], sin[None, own], cos, interleaved, (cos[N:], sin[N:]))
 
 
 def equal(policy: Policy) -> Policy:
