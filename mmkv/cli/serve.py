@@ -53,6 +53,7 @@ def serve(
         raise ValueError("mmkv serve runs vLLM: pip install 'vllm==0.32.*' into this environment")
     from mmkv import chat
     from mmkv.loading import models
+    from mmkv.sizes.profiled import RetrievalHeads
     from mmkv.vllm import options, probes
 
     given = {**chat.parse_options(policy, option or []), "policy": policy}
@@ -62,7 +63,7 @@ def serve(
         given["budget"] = budgets.DEFAULT if budget is None else budgets.parse(budget)
     chosen, _ = options.parsed(given)
     path = models.find(model).path
-    if chosen.heads.name == "retrieval" and not probes.path_of(path).is_file():
+    if isinstance(chosen.heads, RetrievalHeads) and not probes.path_of(path).is_file():
         _probe(model, path)
     # The plugin reads batches from vLLM's first model runner, whatever a device's default is.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")

@@ -17,8 +17,9 @@ from mmkv.memory import Memory
 from mmkv.policy import Policy
 from mmkv.profiles import Profile
 from mmkv.registry import get_policy, load_plugin
+from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.layers import UniformLayers
-from mmkv.sizes.profiled import RetrievalHeads, proportional
+from mmkv.sizes.profiled import RetrievalHeads, by_copying, proportional
 from mmkv.vllm import probes
 from mmkv.vllm.classes import HeadClass, classes_of, equal_class
 
@@ -45,15 +46,15 @@ def register() -> None:
 
     @functools.wraps(original)
     def create(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (self.additional_config or {}).get("mmkv")
-        if given is not None and not (isinstance(given, dict) and "classes" in given):
-            policy, budget = parsed(given)
-            _check_version()
+        given: Any = (self.additional_config or {}).get("mmkv")
+        if given is None or (isinstance(given, dict) and "classes" in given):
+            return original(self, *args, **kwargs)
+        policy, budget = parsed(given)
+        _check_version()
         config: Any = original(self, *args, **kwargs)
-        if given is not None and not (isinstance(given, dict) and "classes" in given):
-            _check_engine(config)
-            extra = config.additional_config
-            config.additional_config = {**extra, "mmkv": resolved(config, given, policy, budget)}
+        _check_engine(config)
+        extra = config.additional_config
+        config.additional_config = {**extra, "mmkv": resolved(config, given, policy, budget)}
         return config
 
     create.mmkv = True  # type: ignore[attr-defined]
@@ -115,12 +116,12 @@ def _check_policy(policy: Policy) -> None:
             f"{name} sizes layers by layers={policy.layers.name!r}, and in vLLM sizes are fixed "
             "before a prompt is read: use layers='uniform'"
         )
-    if policy.heads.name not in ("uniform", "retrieval"):
+    if not isinstance(policy.heads, UniformHeads | RetrievalHeads):
         raise ValueError(
             f"{name} sizes heads by heads={policy.heads.name!r}, and in vLLM sizes are fixed "
             "before a prompt is read: use heads='retrieval' or heads='uniform'"
         )
-    if policy.heads.name == "retrieval" and not policy.score.by_head:
+    if isinstance(policy.heads, RetrievalHeads) and not policy.score.by_head:
         raise ValueError(
             f"{name} compares the heads of a layer, which heads='retrieval' puts into different "
             "modules: use heads='uniform'"
@@ -195,11 +196,10 @@ def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) 
         if not kinds or kinds[i] == "full_attention"
     ]
     heads, unit, found = model.get_total_num_kv_heads(), 1, list[HeadClass]()
-    if policy.heads.name == "retrieval":
+    if isinstance(policy.heads, RetrievalHeads):
         scores = _probed(model, given.get("probe"), len(layers), heads)
-        assert isinstance(policy.heads, RetrievalHeads)
-        if max(map(max, scores)) >= policy.heads.copying:
-            flat = [r + policy.heads.floor for row in scores for r in row]
+        if (table := by_copying(policy, scores, tuple(layers))) is not None:
+            flat = [weight for of_layer in table.weights for weight in of_layer]
             shares = proportional(flat, budget * len(flat), 1.0)
             places = [(i, h) for i in layers for h in range(heads)]
             found = classes_of(dict(zip(places, shares, strict=True)), budget)
