@@ -12,7 +12,8 @@ from mmkv import chat, forcing
 from mmkv.eval.arguments import token_counter
 from mmkv.eval.prompts import encode_samples
 from mmkv.eval.suites.registry import load_suite
-from mmkv.sizes.profiled import by_weight, proportional
+from mmkv.profiles import Profile
+from mmkv.sizes.profiled import RetrievalHeads, proportional
 from mmkv.vllm.classes import classes_of
 from mmkv.vllm.settings import Sizes
 
@@ -22,18 +23,20 @@ BLOCK = 32
 def main(name: str, budget: float, prompts: int = 16) -> None:
     """Measure that many prompts; each line sums up those so far."""
     loaded = chat.load(name, "cpu", "float32")
-    model, policy = loaded.model, mmkv.get_policy("condense", heads="uniform", least=0)
+    model = loaded.model
     scores = mmkv.probe(model).retrieval
     places = [(i, h) for i, layer in enumerate(scores) for h in range(len(layer))]
-    weights = [scores[i][h] + 0.02 for i, h in places]
+    weights = [scores[i][h] + RetrievalHeads().floor for i, h in places]
     targets = proportional(weights, budget * len(places), 1.0)
     classes = classes_of(dict(zip(places, targets, strict=True)), budget)
     shares = {place: x.share for x in classes for place in x.heads}
-    layers = tuple(range(len(scores)))
+    own = mmkv.get_policy("condense", least=0)
+    of_classes = mmkv.get_policy("condense", least=0, heads=RetrievalHeads(floor=1e-9))
 
-    def table(values: list[float]) -> tuple[tuple[float, ...], ...]:
+    def profile(sizes: list[float]) -> Profile:
         H = len(scores[0])
-        return tuple(tuple(values[i * H : (i + 1) * H]) for i in layers)
+        rows = tuple(tuple(sizes[i * H : (i + 1) * H]) for i in range(len(scores)))
+        return Profile(policy="condense", samples=1, retrieval=rows)
 
     samples = load_suite("documents", "novels", limit=prompts, count=token_counter(name))
     totals = {"own sizes": [0.0, 0, 0], "classes": [0.0, 0, 0]}
@@ -49,9 +52,13 @@ def main(name: str, budget: float, prompts: int = 16) -> None:
         kept.append(sum(sizes) / len(sizes) / N)
         answers = forcing.replies(model, inputs, 64)
         full, _ = forcing.log_probabilities(model, inputs, answers)
-        # By weight, the first token, which is always kept, comes on top.
-        for how, wanted in (("own sizes", weights), ("classes", [x - 1 for x in sizes])):
-            with mmkv.wrapped(model, by_weight(policy, table(wanted), layers), kept[-1]):
+        # The first token is pinned, and comes on top of what is in proportion to the scores.
+        in_classes = profile([(x - 1) / N for x in sizes])
+        for how, policy, scored in (
+            ("own sizes", own, Profile(policy="condense", samples=1, retrieval=scores)),
+            ("classes", of_classes, in_classes),
+        ):
+            with mmkv.wrapped(model, policy, kept[-1], profile=scored):
                 found = forcing.score_answers(model, inputs, answers, full=full)
             total = totals[how]
             total[0] += sum(found.divergence)
