@@ -62,7 +62,7 @@ class SmallHeads(Paged, Attention):
         names: list[str],
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, prefix=names[0], attn_backend=Backend, **kwargs)
+        Attention.__init__(self, *args, prefix=names[0], attn_backend=Backend, **kwargs)
         self.settings, self.sizes, self.names = settings, sizes, names
         self.heads = tuple(h for unit in units for h in unit)
         self.units = [self, *(Unit(self, name) for name in names[1:])]
@@ -103,6 +103,9 @@ class Unit(Paged, AttentionLayerBase):
 class SplitAttention(nn.Module):
     """Stands for the `Attention` of a decoder layer."""
 
+    order: Tensor  # [H], the heads in the order of the parts
+    back: Tensor  # [H], the places of the heads in that order
+
     def __init__(self, settings: Settings, layer: int, given: dict[str, Any]) -> None:
         super().__init__()
         heads, kv_heads = given.pop("num_heads"), given.pop("num_kv_heads")
@@ -112,7 +115,7 @@ class SplitAttention(nn.Module):
         for share, units in settings.classes[layer].items():
             names = [f"{prefix}.h{unit[0]}" for unit in units]
             if share < 1:
-                more = {"settings": settings, "sizes": settings.sizes[share], "units": units}
+                more: Any = {"settings": settings, "sizes": settings.sizes[share], "units": units}
                 part = SmallHeads(**self._sizes(len(units) * unit), **given, **more, names=names)
                 self._add(names[0], part)
                 continue

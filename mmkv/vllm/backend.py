@@ -127,7 +127,8 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         single = (computed >= boundary) & (count == 1)
         fields = boundary, computed, until, starts, dropped
         rows = [
-            Row(i, step.requests[i], *(int(x[i]) for x in fields)) for i in np.flatnonzero(~single)
+            Row(i, step.requests[i], *(int(x[i]) for x in fields))
+            for i in np.flatnonzero(~single).tolist()
         ]
         drop, length = dropped[single], until[single] - dropped[single] * size
         held = np.where(drop > 0, boundary[single] - drop * size, 0)
@@ -227,7 +228,8 @@ class Impl(AttentionImpl[Metadata]):
             )
             for name in Pages._fields
         )
-        return *pairs.chunk(2, -1), weights
+        keys, values = pairs.chunk(2, -1)
+        return keys, values, weights
 
     def _row(
         self, layer: Any, units: Any, row: Row, query: Tensor, pairs: Tensor, out: Tensor
