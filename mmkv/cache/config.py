@@ -93,12 +93,6 @@ class CacheConfig:
             return self.table.layer_sizes(rows)
         return self.policy.layers(rows)
 
-    def split(self, scores: Tensor, totals: Tensor, layer_idx: int) -> Tensor:
-        """Split a layer's size among its heads, see `mmkv.parts.Heads`."""
-        if self.table is not None:
-            return self.table.split(scores, totals, layer_idx)
-        return self.policy.heads(scores, totals, layer_idx=layer_idx)
-
     @cached_property
     def keeps_everything(self) -> bool:
         """Whether no token is ever evicted. budget=1.0 is the full cache, in decoding too."""

@@ -33,8 +33,7 @@ class GroupIndex:
         number = leads.cumsum(-1)
         ahead = number.gather(-1, leaders.clamp(min=0)) - number
         ahead.masked_fill_(leaders < 0, 0)
-        least, most = torch.stack(ahead.aminmax()).tolist() if ahead.numel() else (0, 0)
-        w = max(-least, 1 + most).bit_length() + 1
+        w = _bits(ahead)
         code = ahead.add_(2 ** (w - 1)).masked_fill_(leaders < 0, 0).masked_fill_(leads, 2**w - 1)
         bits = (code.int()[:, :, None] >> torch.arange(w, device=device)[:, None]) & 1
         eights = pad(bits.to(torch.uint8), (0, -T % 8)).unflatten(-1, (-1, 8))
@@ -62,3 +61,9 @@ class GroupIndex:
     def nbytes(self) -> int:
         """Bytes of the storage."""
         return self.planes.untyped_storage().nbytes()
+
+
+def _bits(ahead: Tensor) -> int:
+    """Return the bits of a code, for which the host waits."""
+    least, most = torch.stack(ahead.aminmax()).tolist() if ahead.numel() else (0, 0)
+    return max(-least, 1 + most).bit_length() + 1

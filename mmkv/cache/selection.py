@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,19 +36,31 @@ class Ranking:
         size: int64 [B, 1 or H], how many tokens each head keeps.
         protected: bool [B, 1 or H, U], tokens that decoding must not drop.
         free: bool [B, 1 or H, U], tokens that are not always kept.
-        known: `counts` and `n_protected` of `Kept`, if they are known without a device read.
+        known: the result of `counts`, if the host knows it without a device read.
     """
 
     rank: Tensor
     size: Tensor
     protected: Tensor
     free: Tensor
-    known: tuple[Tensor, Tensor] | None = None
+    known: Tensor | None = None
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """The numbers of each head, int64 [4, B, 1 or H] on the host, which waits for them once.
+
+        Its `size`, its tokens that are always kept, all of its tokens, and the protected ones.
+        """
+        if self.known is not None:
+            return self.known
+        rank = self.rank
+        found = rank == torch.inf, rank > -torch.inf, self.protected
+        return torch.stack([self.size, *(x.sum(-1) for x in found)]).cpu()
 
     def kept(self, kv: PromptKV) -> Kept:
         """Return the tokens of the highest rank, in the order in which slots are filled."""
         (B, H, U, _), device = kv.keys.shape, self.rank.device
-        counts, n_protected = self.known or torch.stack([self.size, self.protected.sum(-1)]).cpu()
+        counts, _, _, n_protected = self.counts
         M = int(counts.max())
         chosen = self.rank.argsort(dim=-1, descending=True, stable=True)[..., :M]
         filler = torch.arange(M, device=device) >= self.size[..., None]
@@ -196,49 +209,70 @@ def ranked(
         layer_idx: the index of the layer.
         split: int64 [B, H], tokens kept by each head, if the heads of all layers share a budget.
     """
-    policy, known = plan.policy, None
-    if plan.equal_heads and split is None and not kv.evicted:
-        # A first prompt of which all heads keep the same number of tokens.
-        lengths, n_protected = torch.tensor(prompt.lengths), torch.tensor(prompt.n_protected)
-        P = 1 if kv.scores is None else kv.scores.shape[1]
-        counts = torch.tensor(sizes).minimum(lengths)
-        known = counts[:, None].expand(-1, P), n_protected[:, None].expand(-1, P)
+    policy = plan.policy
     pinned, protected = marked([prompt.pinned, prompt.protected], kv.positions)
     free = (kv.positions >= 0) & ~pinned
     scores, present, pinned, size = contested(policy, kv, pinned, sizes)
-    protected = protected.expand(present.shape)
+    protected, competes = protected.expand(present.shape), present & ~pinned
+    known = None if kv.evicted else _known(policy, prompt, sizes, scores.shape[1])
     if split is not None:
+        known = None if known is None else torch.stack([split, *known[1:]])
         size = split.to(size.device, non_blocking=True)
-    elif not (plan.equal_heads or policy.heads.scope == "model"):
-        n_pinned, competing = pinned.sum(-1), present & ~pinned
-        size = _split(plan, scores, competing, n_pinned, size, sizes, layer_idx)
+    elif plan.table is not None:  # the host splits
+        n_candidates = torch.tensor(prompt.lengths) - torch.tensor(prompt.n_pinned)
+        if known is None:
+            marks = pinned, present, protected, competes.any(1, keepdim=True).expand_as(competes)
+            *known, of_any = torch.stack([size, *(x.sum(-1) for x in marks)]).cpu()
+            n_candidates = of_any[:, 0]
+        host_size, n_pinned, n_present, n_protected = known
+        heads = partial(plan.table.split, n_candidates, len(size[0]), layer_idx)
+        host_size = _split(heads, n_pinned, n_present, host_size, sizes)
+        known = torch.stack([host_size, n_pinned, n_present, n_protected])
+        size = host_size.to(size.device, non_blocking=True)
+    elif policy.heads.scope == "layer":
+        among = scores.masked_fill(~competes, float("-inf"))
+        heads = partial(policy.heads, among, layer_idx=layer_idx)
+        size, known = _split(heads, pinned.sum(-1), present.sum(-1), size, sizes), None
     rank = scores.masked_fill(pinned, float("inf")).masked_fill(~present, float("-inf"))
     return Ranking(rank, size, protected, free, known)
 
 
+def _known(policy: Policy, prompt: TokenMasks, sizes: Sequence[int], heads: int) -> Tensor:
+    """Return `Ranking.counts` of a first prompt whose heads keep the same number of tokens."""
+    columns = sizes, prompt.n_pinned, prompt.lengths, prompt.n_protected
+    size, n_pinned, length, n_protected = (torch.tensor(x)[:, None] for x in columns)
+    size = size.minimum(length)
+    n_pinned = n_pinned + _n_recent(policy, size, n_pinned)
+    return torch.stack([size, n_pinned, length, n_protected]).expand(-1, -1, heads)
+
+
+def _n_recent(policy: Policy, size: Tensor, n_pinned: Tensor) -> Tensor:
+    """Return how many more tokens of the share `policy.recent` are always kept.
+
+    It is bounded by what the tokens that are always kept leave.
+    """
+    return torch.minimum((policy.recent * size).long(), size - n_pinned)
+
+
 def _split(
-    plan: CacheConfig,
-    scores: Tensor,
-    competes: Tensor,
+    heads: Callable[[Tensor], Tensor],
     n_pinned: Tensor,
+    n_present: Tensor,
     size: Tensor,
     sizes: Sequence[int],
-    layer_idx: int,
 ) -> Tensor:
     """Split each row's size among its heads: [B, H] tokens, at most as many as a head has.
 
-    Of scores [B, H, U] those where `competes` compete; `n_pinned` [B, H] tokens are pinned.
-    With equal heads each would keep `size` [B, H], which is at most `sizes` [B].
+    Of a head's tokens, `n_present` [B, H], `n_pinned` [B, H] are pinned, and the others compete.
+    `heads` splits the rows' totals [B]. With equal heads each would keep `size` [B, H], which is at
+    most `sizes` [B].
     """
-    n_present, H = n_pinned + competes.sum(-1), scores.shape[1]
-    row_sizes = torch.tensor(sizes).to(n_pinned.device, non_blocking=True)
+    H, row_sizes = size.shape[1], torch.tensor(sizes).to(size.device, non_blocking=True)
     budget_left = row_sizes - n_pinned.amax(-1)
     # If all tokens left by earlier turns fit, there is nothing to split.
-    fits = competes.sum((1, 2)) <= budget_left * H
+    fits = (n_present - n_pinned).sum(-1) <= budget_left * H
     splits = ~fits & (budget_left > 0)
-    competing_scores = scores.masked_fill(~competes, float("-inf"))
-    totals = torch.where(splits, H * budget_left, 0)
-    split = n_pinned + plan.split(competing_scores, totals, layer_idx)
+    split = n_pinned + heads(torch.where(splits, H * budget_left, 0))
     split = torch.where(splits[:, None], split, size)
     return torch.where(fits[:, None], n_present, split.minimum(n_present))
 
@@ -369,7 +403,5 @@ def contested(
     row_sizes = torch.tensor(sizes).to(positions.device, non_blocking=True)
     size = row_sizes[:, None].minimum(present.sum(-1))
     if policy.recent:
-        # The share of the most recent tokens is bounded by what the tokens always kept leave.
-        n_recent = torch.minimum((policy.recent * size).long(), size - pinned.sum(-1))
-        pinned = pinned | last(n_recent, present & ~pinned)
+        pinned = pinned | last(_n_recent(policy, size, pinned.sum(-1)), present & ~pinned)
     return scores.expand(B, heads, U), present, pinned, size

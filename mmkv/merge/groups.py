@@ -70,13 +70,14 @@ class MergeIntoGroups(Merge):
         keys, values = prompt_kv.keys.detach(), prompt_kv.values.detach()
         present = prompt_kv.positions.expand(B, H, U) >= 0
         size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
+        known = ranking.counts.expand(-1, B, H)
         options: Any = {"exact": self.exact, "value_weight": self.value_weight}
         options |= {"run": self.group_run, "rounds": self.rounds}
-        rank = self._without_newest(ranking.rank.expand(B, H, U), size)
-        leader = leaders(keys, values, rank, size, prompt_kv.weights, **options)
+        rank, counts = self._without_newest(ranking.rank.expand(B, H, U), size, known[:3])
+        leader = leaders(keys, values, rank, counts, prompt_kv.weights, **options)
         rank = torch.zeros(B, H, U, device=keys.device)
         rank = rank.masked_fill_(leader != torch.arange(U, device=rank.device), -torch.inf)
-        ranking = replace(ranking, rank=rank, size=size, protected=protected, known=None)
+        ranking = replace(ranking, rank=rank, size=size, protected=protected, known=known)
         kept = ranking.kept(prompt_kv)
         indices, M = kept.indices, kept.indices.shape[-1]
         slot = indices.new_full((B, H, U + 1), M)
@@ -97,16 +98,23 @@ class MergeIntoGroups(Merge):
             log_weights=log_weights(slot, M, present, *arguments),
         )
 
-    def _without_newest(self, rank: Tensor, size: Tensor) -> Tensor:
+    def _without_newest(self, rank: Tensor, size: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rank [B, H, U] with inf for the newest tokens, which stay single.
 
         They are at most an eighth of the slots, `size` [B, H], so that most are left for others.
+        Also return the `counts` of `leaders` with them.
         """
         if not self.newest:
-            return rank
+            return rank, counts
+
+        def number(size: Tensor, n_pinned: Tensor) -> Tensor:
+            return (size // 8).clamp(max=self.newest).minimum(size - n_pinned)
+
         stays = rank == torch.inf
-        number = (size // 8).clamp(max=self.newest).minimum(size - stays.sum(-1))
-        return rank.masked_fill(last(number, ~stays & (rank > -torch.inf)), torch.inf)
+        newest = last(number(size, stays.sum(-1)), ~stays & (rank > -torch.inf))
+        sizes, n_pinned, n_present = counts
+        counts = torch.stack([sizes, n_pinned + number(sizes, n_pinned), n_present])
+        return rank.masked_fill(newest, torch.inf), counts
 
 
 @torch.no_grad()
@@ -114,7 +122,7 @@ def leaders(
     keys: Tensor,
     values: Tensor,
     rank: Tensor,
-    sizes: Tensor,
+    counts: Tensor,
     weights: Tensor | None = None,
     *,
     exact: float,
@@ -133,7 +141,8 @@ def leaders(
     Args:
         keys, values: [B, H, N, D] and [B, H, N, Dv], after rotary embedding.
         rank: [B, H, N], scores: inf for tokens that must stay single, -inf for no token.
-        sizes: int64 [B, H], slots of each head, at least its number of tokens that must stay.
+        counts: int64 [3, B, H] on the host: each head's slots, at least as many as its tokens that
+            must stay; these; and all of its tokens.
         weights: float32 [B, H, N], how many tokens each one represents already; None: 1.
         exact, run, rounds, value_weight: see `MergeIntoGroups`.
 
@@ -145,7 +154,6 @@ def leaders(
     (B, H, N), device = rank.shape, rank.device
     present, indices = rank > -torch.inf, torch.arange(N, device=device)
     # How many single tokens and groups each head has, on the host.
-    counts = torch.stack([sizes, (rank == torch.inf).sum(-1), present.sum(-1)]).cpu()
     n_single, n_groups, starts = _planned(counts, exact, run)
     longest, width = (max(1, int(x.max())) for x in (starts.diff(dim=-1), n_groups))
     unpadded = bool((counts[2] == N).all())

@@ -68,24 +68,29 @@ class HeadTable:
         weights = self.weights[index]
         return proportional(weights, len(weights) * mean, max_size)
 
-    def split(self, scores: Tensor, totals: Tensor, layer_idx: int) -> Tensor:
-        """Split a layer's size among its heads; arguments and result are those of `Heads`.
+    def split(self, n_candidates: Tensor, H: int, layer_idx: int, totals: Tensor) -> Tensor:
+        """Split a layer's size among its H heads, all on the host.
 
-        The host waits once, for the rows' totals.
+        Args:
+            n_candidates: int64 [B], the most tokens that a head can keep.
+            H: the number of heads; 1 where no token is dropped, as none is scored then.
+            layer_idx: the index of the layer.
+            totals: int64 [B], what all heads keep together.
+
+        Returns:
+            int64 [B, H], the sizes of the heads.
 
         Raises:
             ValueError: the table has another number of heads.
         """
-        H, index = scores.shape[1], self.layers.index(layer_idx)
-        n_candidates = (scores > -torch.inf).any(1).sum(-1)
+        index = self.layers.index(layer_idx)
         sizes = list[list[int]]()
-        for mean, n in torch.stack([totals // H, n_candidates], dim=1).tolist():
-            # Where no token is dropped, none is scored, and scores have one row for all heads.
+        for mean, n in zip((totals // H).tolist(), n_candidates.tolist(), strict=True):
             targets = self.head_sizes(index, mean, n) if mean else [0.0] * H
             if len(targets) != H:
                 raise ValueError(f"profile: it has {len(targets)} heads a layer, this model {H}")
             sizes.append(fit(targets, H * mean, max_size=n))
-        return torch.tensor(sizes).to(scores.device, non_blocking=True)
+        return torch.tensor(sizes)
 
 
 def proportional(weights: Sequence[float], total: float, max_size: float) -> list[float]:

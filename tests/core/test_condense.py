@@ -180,12 +180,14 @@ def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int
     scores = torch.linspace(1, 0, N).view(1, 1, N)
     kv = PromptKV(scores, scores, positions, scores)
     ranking = selection.ranked(plan, kv, prompt, [size])
-    rank = policy.merge._without_newest(ranking.rank, ranking.size)
+    counts = ranking.counts[:3]
+    rank, counts = policy.merge._without_newest(ranking.rank, ranking.size, counts)
     room = min(newest, size - must)
     expected = prompt.pinned[0].clone()
     free = (~expected).nonzero()[:, 0].tolist()
     expected[free[len(free) - room :]] = True
     assert torch.equal(rank[0, 0].isinf(), expected)
+    assert counts[:, 0, 0].tolist() == [size, int(expected.sum()), N]
 
 
 def test_a_token_keeps_the_largest_score_of_all_turns(models, monkeypatch):

@@ -145,7 +145,10 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
 
 @cases("variant", [*READING], Variant("prefixkv"), Variant("condense"), ids=str)
 def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
-    """Three times for masks; once for sizes by all layers; up to three times a layer for counts."""
+    """Three times for masks; once for sizes by all layers; once a layer for each of two numbers.
+
+    These are the sizes of heads that depend on scores, and the bits of a group's number.
+    """
     inputs, model = on_gpu(make_inputs("llama", ROWS["padded"])), there("llama")
     L = model.config.num_hidden_layers
 
@@ -167,10 +170,8 @@ def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
     second_pass = policy.layers.needs == "mini-prefill" or policy.score.repeats
     allowed += 3 * second_pass
     allowed += 3 * (policy.heads.scope == "model")
-    allowed += L * (
-        3 if policy.merge is not None and policy.merge.weighted else not cache.plan.equal_heads
-    )
-    allowed += L * (cache.plan.table is not None)
+    allowed += L * (policy.heads.scope == "layer")
+    allowed += L * (policy.merge is not None and policy.merge.weighted)
     if policy.layers.needs == "measure":  # how long the text behind a picture is, for two parts
         allowed += 2 * L
     more = found - alone

@@ -113,7 +113,8 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
     )
     with pytest.MonkeyPatch.context() as patch:  # how many runs go together changes nothing
         patch.setattr(tiling, "_CPU_TILE_PER_THREAD", tile)
-        found = leaders(*dirty, scores, size, weights, **options)
+        counts = torch.stack([size, (scores == math.inf).sum(-1), (~absent).sum(-1)])
+        found = leaders(*dirty, scores, counts, weights, **options)
     for b in range(2):
         for h in range(2):
             parts = keys[b, h], values[b, h], scores[b, h], int(size[b, h]), weights[b, h]
