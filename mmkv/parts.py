@@ -1,7 +1,7 @@
 """The parts of a policy, each a frozen value with its own options and behaviour.
 
 There are six kinds: a token's score, layer sizes, head sizes, what happens while tokens are
-generated, how evicted pairs are merged, and which tokens are always kept. A part is a dataclass
+generated, how evicted pairs are merged, and which tokens are pinned. A part is a dataclass
 that inherits from its kind and is registered by a name; its file may lie in `mmkv.scores`,
 `mmkv.sizes`, `mmkv.merge`, with its policy in `mmkv.policies`, or in another package.
 """
@@ -77,7 +77,7 @@ class Score(Part):
     """The importance of a token: call it with a layer's inputs.
 
     Attributes:
-        window: how many last tokens observe; these tokens are always kept.
+        window: how many last tokens observe; these tokens are pinned.
         queries: how many of a prompt's last queries the score needs at its end; None: those of the
             window, or all queries if there is no window.
         turn_reduction: how a token's score is updated in later turns: "sum", the new score is added
@@ -119,10 +119,10 @@ class SizeInputs:
     """The inputs from which the sizes of L layers are computed, for B rows of a batch.
 
     Attributes:
-        totals: [B], tokens kept over all layers, at least L times the row's floor; with
+        totals: [B], tokens kept over all layers, at least L times the row's `pinned`; with
             `Layers.retention` a minimum.
         lengths: [B], tokens of each row.
-        floors: [B], how many tokens every layer must keep.
+        pinned: [B], how many tokens every layer must keep.
         n_layers: L, the number of compressed layers.
         measured: float32 [B, L], on the host, what `Layers.needs` asked for; None: nothing.
         scores: [B, L, C], scores of the tokens that compete, largest first.
@@ -131,7 +131,7 @@ class SizeInputs:
 
     totals: Sequence[int]
     lengths: Sequence[int]
-    floors: Sequence[int]
+    pinned: Sequence[int]
     n_layers: int
     measured: Tensor | None = None
     scores: Tensor | None = None
@@ -257,7 +257,7 @@ class Protect(Part):
     kind = "protect"
 
     def marks(self, valid: Tensor, is_prompt: Tensor, image: Tensor) -> Tensor:
-        """Return the tokens that are always kept, bool [B, T].
+        """Return the tokens that are pinned, bool [B, T].
 
         The arguments are bool [B, T]: `valid` is False for padding, `is_prompt` is False for
         generated tokens, `image` is True for image tokens.

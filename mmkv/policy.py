@@ -46,7 +46,7 @@ class Policy:
         decode: what the budget means for generated tokens.
         merge: how evicted pairs are merged; None: they are dropped.
         protect: which tokens every layer keeps, whatever their scores; None: no more.
-        sinks: how many first tokens are always kept (StreamingLLM).
+        sinks: how many first tokens are pinned (StreamingLLM).
         least: the least mean number of tokens per layer and head, if the budget is a fraction; a
             budget in tokens is not raised.
         recent: the share of a layer's size given to the most recent tokens (H2O: half).
@@ -174,7 +174,7 @@ class Policy:
 
     @cached_property
     def window_size(self) -> int:
-        """How many last tokens observe, and are always kept."""
+        """How many last tokens observe, and are pinned."""
         return 0 if self.keeps_all else self.score.window
 
     @cached_property

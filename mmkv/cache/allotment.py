@@ -61,16 +61,16 @@ def empty_slots(plan: CacheConfig, length: int) -> float | None:
         return 0.0
     if table is None or policy.layers.needs:
         return None if plan.waits_for_probe or not plan.equal_heads else 0.0
-    n_layers, floor = len(table.layers), min(length, policy.window_size + policy.sinks)
-    total = max(plan.total_kept(n_layers, length), n_layers * floor)
-    rows = SizeInputs(totals=[total], lengths=[length], floors=[floor], n_layers=n_layers)
+    n_layers, pinned = len(table.layers), min(length, policy.window_size + policy.sinks)
+    total = max(plan.total_kept(n_layers, length), n_layers * pinned)
+    rows = SizeInputs(totals=[total], lengths=[length], pinned=[pinned], n_layers=n_layers)
     slots, n_kept, n_heads = 0, 0, 1
-    sizes = fit(plan.layer_sizes(rows)[0], total, floor=floor, max_size=length)
+    sizes = fit(plan.layer_sizes(rows)[0], total, floor=pinned, max_size=length)
     for i, size in enumerate(sizes):
-        mean, most = size - floor, length - floor
+        mean, most = size - pinned, length - pinned
         targets = table.head_sizes(i, mean, most)
         n_heads = len(targets)
-        counts = floor + np.array(fit(targets, n_heads * mean, max_size=most))
+        counts = pinned + np.array(fit(targets, n_heads * mean, max_size=most))
         slots += sum(len(x) * int(counts[x].max()) for x in group_rows(counts))
         n_kept += int(counts.sum())
     return (slots - n_kept) / (n_layers * n_heads)

@@ -1,4 +1,4 @@
-"""The settings of a wrap, checked, and the masks of the tokens that they always keep.
+"""The settings of a wrap, checked, and the masks of the tokens that they pin.
 
 Budgets are per row: a row of a left-padded batch is sized by its own length, so it keeps the same
 tokens in a batch as alone.
@@ -126,7 +126,7 @@ class CacheConfig:
         if self.keeps_everything:
             return [False] * len(prompt.lengths)
         rows = zip(prompt.lengths, prompt.n_pinned, strict=True)
-        return [n > max(self.kept_whole, floor) for n, floor in rows]
+        return [n > max(self.kept_whole, n_pinned) for n, n_pinned in rows]
 
     def started(self) -> CacheConfig:
         """Return the plan for a new cache, with its task and the sizes learned for that task."""
@@ -169,7 +169,7 @@ class CacheConfig:
         if self.budget is None:
             return None
         rows = zip(prompt.lengths, prompt.n_pinned, strict=True)
-        return [max(self.total_kept(n_layers, n) / n_layers, floor) for n, floor in rows]
+        return [max(self.total_kept(n_layers, n) / n_layers, pinned) for n, pinned in rows]
 
     def raised(self, length: int, n_layers: int, total: int | None = None) -> bool:
         """Return whether `policy.least`, not the budget, decides a row's size.
@@ -182,34 +182,34 @@ class CacheConfig:
         return self._share(n_layers, length) < least and total in (None, least)
 
     def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
-        """Return a note on each row of which the budget keeps no more than the required tokens."""
+        """Return a note on each row of which the budget keeps no more than the pinned tokens."""
         policy, budget, notes = self.policy, self.budget, list[str]()
         if budget is None or self.keeps_everything:
             return notes
-        required = [f"window {policy.window_size}"] if policy.window_size else []
-        required += [f"sinks {policy.sinks}"] if policy.sinks else []
-        required += ["protected text"] if policy.protect is not None else []
-        n_required = map(sum, zip(prompt.n_protected, prompt.windows, strict=True))
-        if any(map(int.__gt__, prompt.n_pinned, n_required)):  # a round of generated tokens
-            required.append(f"latest {policy.decode.latest}")
+        pinned = [f"window {policy.window_size}"] if policy.window_size else []
+        pinned += [f"sinks {policy.sinks}"] if policy.sinks else []
+        pinned += ["protected text"] if policy.protect is not None else []
+        n_marked = map(sum, zip(prompt.n_protected, prompt.windows, strict=True))
+        if any(map(int.__gt__, prompt.n_pinned, n_marked)):  # a round of generated tokens
+            pinned.append(f"latest {policy.decode.latest}")
         rows = zip(prompt.lengths, prompt.windows, prompt.n_pinned, strict=True)
-        for row, (length, window, floor) in enumerate(rows):
+        for row, (length, window, n_pinned) in enumerate(rows):
             total = self.total_kept(n_layers, length)
-            budget_left = total - n_layers * floor  # for tokens that compete
+            budget_left = total - n_layers * n_pinned  # for tokens that compete
             fits = window == policy.window_size and budget_left >= 0
-            if fits and (budget_left >= n_layers or floor in (0, length)):
+            if fits and (budget_left >= n_layers or n_pinned in (0, length)):
                 continue
             budget_text = f"{self.size} gives"
             if self.raised(length, n_layers):
                 budget_text = f"{self.size} with least={policy.least} gives"
             text = (
                 f"row {row}: {budget_text} {total / n_layers:.3g} of {length} tokens a "
-                f"layer, {'all' if fits else 'too few'} for {', '.join(required)}"
+                f"layer, {'all' if fits else 'too few'} for {', '.join(pinned)}"
             )
             if window != policy.window_size:
                 text += f"; its last {window} observe instead"
             if budget_left < 0:
-                text += f"; {floor} are kept"
+                text += f"; {n_pinned} are kept"
             notes.append(text)
         return notes
 
@@ -266,12 +266,12 @@ class TokenMasks:
         before: TokenMasks | None = None,
         earlier: Tensor | None = None,
     ) -> TokenMasks:
-        """Mark the tokens that are always kept: sinks, the observation window, protected text.
+        """Mark the pinned tokens: sinks, the observation window, protected text.
 
         Args:
             plan, n_layers: see `CacheConfig.total_kept`; without a budget `retention` decides.
             valid: bool [B, q], the new tokens; q is 0 in a round of generated tokens, of which the
-                last `decode.latest` are always kept.
+                last `decode.latest` are pinned.
             image: bool [B, q], or None without pictures.
             before: the masks of the tokens up to the end of the last prompt.
             earlier: bool [B, seen], valid earlier tokens, those generated since `before` included.
@@ -299,9 +299,9 @@ class TokenMasks:
         totals = [plan.total_kept(n_layers, n) for n in lengths]
         windows = [
             window
-            if budget is None or total >= n_layers * floor
+            if budget is None or total >= n_layers * n
             else min(window, max(1, total // (2 * n_layers)))  # at most half of the row's budget
-            for total, floor in zip(totals, n_pinned, strict=True)
+            for total, n in zip(totals, n_pinned, strict=True)
         ]
         if any(w < window for w in windows):
             windows_column = torch.tensor(windows, device=valid.device)[:, None]
@@ -311,8 +311,8 @@ class TokenMasks:
             pinned = pinned | (valid & (order > length - policy.decode.latest))
             n_pinned = pinned.sum(-1).tolist()
         granted = [
-            1.0 if budget is None or floor == 0 else min(1.0, total / (n_layers * floor))
-            for total, floor in zip(totals, n_pinned, strict=True)
+            1.0 if budget is None or n == 0 else min(1.0, total / (n_layers * n))
+            for total, n in zip(totals, n_pinned, strict=True)
         ]
         masks = valid, image, is_prompt, pinned, protected
         waits = [end == 0 for end in ends]

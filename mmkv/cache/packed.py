@@ -109,7 +109,7 @@ def check_rows(plan: CacheConfig, prompt: TokenMasks, tensors: Mapping[str, Tens
 
     Raises:
         ValueError: counts are not those of the slots; a row's positions are not in stored order,
-            or lack one that is always kept; or groups are not led by kept tokens.
+            or lack one that is pinned; or groups are not led by kept tokens.
     """
     (B, T), H = prompt.valid.shape, tensors["counts"].shape[1]
     counts, position = tensors["counts"].flatten().long(), tensors["positions"].long()
@@ -120,9 +120,9 @@ def check_rows(plan: CacheConfig, prompt: TokenMasks, tensors: Mapping[str, Tens
     row = torch.arange(B * H).repeat_interleave(counts)
     batch = row // H
     order = row * 2 * T + ~prompt.protected[batch, position] * T + position
-    n_required = torch.bincount(row[prompt.pinned[batch, position]], minlength=B * H)
+    n_pinned = torch.bincount(row[prompt.pinned[batch, position]], minlength=B * H)
     valid = prompt.valid[batch, position].all() & (order[1:] > order[:-1]).all()
-    valid &= (n_required == torch.tensor(prompt.n_pinned).repeat_interleave(H)).all()
+    valid &= (n_pinned == torch.tensor(prompt.n_pinned).repeat_interleave(H)).all()
     if not bool(valid):
         raise ValueError("positions are not kept tokens in stored order")
     if "group_index" in tensors:

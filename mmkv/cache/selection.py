@@ -32,10 +32,10 @@ class Ranking:
     """The ranking of one layer's tokens, and how many of them each head keeps.
 
     Attributes:
-        rank: float [B, 1 or H, U], scores; inf for tokens always kept, -inf where there is none.
+        rank: float [B, 1 or H, U], scores; inf for pinned tokens, -inf where there is none.
         size: int64 [B, 1 or H], how many tokens each head keeps.
         protected: bool [B, 1 or H, U], tokens that decoding must not drop.
-        free: bool [B, 1 or H, U], tokens that are not always kept.
+        free: bool [B, 1 or H, U], tokens that are not pinned.
         known: the result of `counts`, if the host knows it without a device read.
     """
 
@@ -303,28 +303,37 @@ def sizes_of_rows(
     """
     policy, kept, totals = plan.policy, [[n] * n_layers for n in prompt.lengths], dict[int, int]()
     for row, evicts in enumerate(plan.evicting(prompt)):
-        length, floor = prompt.lengths[row], prompt.n_pinned[row]
-        total = max(plan.total_kept(n_layers, length), n_layers * floor)
+        length, n_pinned = prompt.lengths[row], prompt.n_pinned[row]
+        total = max(plan.total_kept(n_layers, length), n_layers * n_pinned)
         if evicts and total < n_layers * length:
             totals[row] = total
-    lengths, floors = ([x[row] for row in totals] for x in (prompt.lengths, prompt.n_pinned))
+    lengths, pinned = ([x[row] for row in totals] for x in (prompt.lengths, prompt.n_pinned))
     fractions = [plan.fractions_of(length, n_layers) for length in lengths]
     target_sizes = [[x * n for x in f or ()] for f, n in zip(fractions, lengths, strict=True)]
     if None in fractions:
         rows: Any = slice(None) if len(totals) == len(kept) else list(totals)
-        inputs: dict[str, Any] = {"lengths": lengths, "floors": floors, "n_layers": n_layers}
+        on_host = sorted_scores = n_candidates = None
         if measured:
             columns = [x.to(measured[0].device) for x in measured]
-            inputs["measured"] = torch.stack(columns, dim=1)[rows].cpu()
+            on_host = torch.stack(columns, dim=1)[rows].cpu()
         if scores and policy.layers.needs in ("scores", "mini-prefill"):
             sorted_scores, n_candidates = competing(scores, positions, prompt)
-            inputs |= {"scores": sorted_scores[rows], "n_candidates": n_candidates[rows]}
-        target_sizes = plan.layer_sizes(SizeInputs(totals=list(totals.values()), **inputs))
+            sorted_scores, n_candidates = sorted_scores[rows], n_candidates[rows]
+        inputs = SizeInputs(
+            totals=list(totals.values()),
+            lengths=lengths,
+            pinned=pinned,
+            n_layers=n_layers,
+            measured=on_host,
+            scores=sorted_scores,
+            n_candidates=n_candidates,
+        )
+        target_sizes = plan.layer_sizes(inputs)
         if policy.layers.retention is not None:
             items = zip(totals.items(), target_sizes, strict=True)
             totals = {row: max(total, int(sum(sizes))) for (row, total), sizes in items}
-    for (row, total), sizes, floor in zip(totals.items(), target_sizes, floors, strict=True):
-        kept[row] = fit(sizes, total, floor=floor, max_size=prompt.lengths[row])
+    for (row, total), sizes, n in zip(totals.items(), target_sizes, pinned, strict=True):
+        kept[row] = fit(sizes, total, floor=n, max_size=prompt.lengths[row])
     return kept
 
 
@@ -375,12 +384,13 @@ def head_sizes(
         competing.append(pad(s, (widest - s.shape[-1], 0), value=-torch.inf).to(device))
         n_pinned.append(pinned.sum(-1).to(device))
         n_free.append((present & ~pinned).flatten(1).sum(-1).to(device))
-    n_required = torch.stack(n_pinned, dim=1)  # [B, L, H]
-    totals = send(np.array(sizes).sum(0) * n_required.shape[2], device) - n_required.sum((1, 2))
+    pinned_counts = torch.stack(n_pinned, dim=1)  # [B, L, H]
+    totals = send(np.array(sizes).sum(0) * pinned_counts.shape[2], device)
+    totals = totals - pinned_counts.sum((1, 2))
     # Earlier turns may have left fewer tokens than fit.
     totals = totals.minimum(torch.stack(n_free).sum(0))
     split = policy.heads(torch.cat(competing, dim=1), totals, layer_idx=0)
-    return list((n_required + split.view_as(n_required)).cpu().unbind(1))
+    return list((pinned_counts + split.view_as(pinned_counts)).cpu().unbind(1))
 
 
 def contested(
@@ -391,7 +401,7 @@ def contested(
     Returns:
         scores: float [B, 1 or H, U].
         present: bool [B, 1 or H, U], where there is a token.
-        pinned: bool [B, 1 or H, U], tokens always kept, with the share `policy.recent`.
+        pinned: bool [B, 1 or H, U], pinned tokens, with the share `policy.recent`.
         size: int64 [B, 1 or H], how many tokens each head keeps if heads are equal.
     """
     (B, P, U), positions = kv.positions.shape, kv.positions

@@ -40,11 +40,11 @@ class PyramidLayers(Layers):
     beta: Annotated[float, partial(at_least, 1)] = 20.0
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """Return each row's floor plus an arithmetic series."""
+        """Return each row's pinned tokens plus an arithmetic series."""
         L, sizes = rows.n_layers, list[list[float]]()
-        for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
-            budget, bound = total - L * floor, length - floor
-            sizes.append([floor + n for n in pyramid(L, budget, beta=self.beta, max_size=bound)])
+        for total, length, pinned in zip(rows.totals, rows.lengths, rows.pinned, strict=True):
+            budget, bound = total - L * pinned, length - pinned
+            sizes.append([pinned + n for n in pyramid(L, budget, beta=self.beta, max_size=bound)])
         return sizes
 
 

@@ -55,12 +55,12 @@ class HeadTable:
         return cls(weights, layers, isinstance(policy.layers, UniformLayers))
 
     def layer_sizes(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
-        """Return each layer's size, [B][L]: the floor, and its heads' share of the rest."""
+        """Return each layer's size, [B][L]: pinned tokens, and its heads' share of the rest."""
         H, L, layer_sizes = len(self.weights[0]), rows.n_layers, list[list[float]]()
         flat = [w for layer in self.weights for w in layer]
-        for total, length, floor in zip(rows.totals, rows.lengths, rows.floors, strict=True):
-            sizes = proportional(flat, H * (total - L * floor), length - floor)
-            layer_sizes.append([floor + sum(sizes[i * H : (i + 1) * H]) / H for i in range(L)])
+        for total, length, pinned in zip(rows.totals, rows.lengths, rows.pinned, strict=True):
+            sizes = proportional(flat, H * (total - L * pinned), length - pinned)
+            layer_sizes.append([pinned + sum(sizes[i * H : (i + 1) * H]) / H for i in range(L)])
         return layer_sizes
 
     def head_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:

@@ -77,7 +77,7 @@ class PrefixLayers(_ByScores):
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
         """Return sizes of equal retention."""
-        return beyond_floors(prefix, rows)
+        return beyond_pinned(prefix, rows)
 
 
 @register_part("pooled")
@@ -107,19 +107,19 @@ class PooledLayers(_ByScores):
 
     def __call__(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
         """Return sizes of the largest mean retention."""
-        return beyond_floors(partial(pooled, retention=self.retention), rows)
+        return beyond_pinned(partial(pooled, retention=self.retention), rows)
 
 
-def beyond_floors(allocate: Callable[..., list[list[int]]], rows: SizeInputs) -> list[list[float]]:
-    """Return each row's floor, plus the sizes that `allocate` gives to the tokens that compete."""
+def beyond_pinned(allocate: Callable[..., list[list[int]]], rows: SizeInputs) -> list[list[float]]:
+    """Return each row's pinned tokens, plus the sizes by `allocate` of tokens that compete."""
     L, scores, candidates = rows.n_layers, rows.scores, rows.n_candidates
     assert scores is not None
     assert candidates is not None
-    to_split = torch.tensor(rows.totals) - L * torch.tensor(rows.floors)
+    to_split = torch.tensor(rows.totals) - L * torch.tensor(rows.pinned)
     # In a later turn fewer tokens may compete than the total allows.
     to_split = to_split.to(scores.device, non_blocking=True).clamp(min=0).minimum(L * candidates)
     sizes = allocate(scores, to_split, candidates)
-    return [[floor + n for n in row] for floor, row in zip(rows.floors, sizes, strict=True)]
+    return [[pinned + n for n in row] for pinned, row in zip(rows.pinned, sizes, strict=True)]
 
 
 def prefix(importance: Tensor, totals: Tensor, candidates: Tensor | None = None) -> list[list[int]]:

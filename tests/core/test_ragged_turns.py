@@ -21,7 +21,7 @@ from helpers.oracle import (
     same_as_alone,
 )
 
-# Each score, sizing, merge and decoding once, and floors that some rows are above.
+# Each score, sizing, merge and decoding once, and a `least` that some rows are above.
 RAGGED = READING + [x for x in VARIANTS if "least" in dict(x.options)]
 # The reference merges after turns alone, not after rounds of generated tokens.
 IN_ONE_PASS = [x for x in RAGGED if "rounds" not in dict(x.options).values()]
