@@ -49,7 +49,7 @@ class Ranking:
     def counts(self) -> Tensor:
         """The numbers of each head, int64 [4, B, 1 or H] on the host, which waits for them once.
 
-        Its `size`, its tokens that are always kept, all of its tokens, and the protected ones.
+        Its `size`, its pinned tokens, all of its tokens, and the protected ones.
         """
         if self.known is not None:
             return self.known
@@ -247,9 +247,9 @@ def _known(policy: Policy, prompt: TokenMasks, sizes: Sequence[int], heads: int)
 
 
 def _n_recent(policy: Policy, size: Tensor, n_pinned: Tensor) -> Tensor:
-    """Return how many more tokens of the share `policy.recent` are always kept.
+    """Return how many more tokens of the share `policy.recent` are pinned.
 
-    It is bounded by what the tokens that are always kept leave.
+    It is bounded by what pinned tokens leave.
     """
     return torch.minimum((policy.recent * size).long(), size - n_pinned)
 
