@@ -9,7 +9,7 @@ evicted at once, by its last query. There the newest token may be dropped too; h
 
 from dataclasses import dataclass
 
-from mmkv.decode.victims import Least
+from mmkv.decode.victims import LeastAttended
 from mmkv.policy import Decode, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.window import WindowAttention
@@ -22,4 +22,4 @@ class TOVA(Policy):
 
     paper = "TOVA, arXiv 2401.06104"
     score: Score = WindowAttention(window=1, pooling=None, average_heads=True)
-    decode: Decode = Least()
+    decode: Decode = LeastAttended()

@@ -164,7 +164,7 @@ class HeavyHitterSlots(SlotSchedule):
         return self.columns[name]
 
 
-class LeastAttended(HeavyHitterSlots):
+class LeastAttendedSlots(HeavyHitterSlots):
     """Constant size: drop the token that the newest query attends to least, over all heads (TOVA).
 
     The heads of a layer keep the same tokens in the same slots.
@@ -213,9 +213,9 @@ class Fixed(Decode):
         return HeavyHitterSlots(**sizes, recent=recent)
 
 
-@register_part("least")
+@register_part("least-attended")
 @dataclass(frozen=True, kw_only=True)
-class Least(Decode):
+class LeastAttended(Decode):
     """As "fixed", but each new token replaces the one that it attends to least (TOVA).
 
     By the mean over a layer's heads, arXiv 2401.06104, section 3; the newest token stays.
@@ -227,24 +227,25 @@ class Least(Decode):
         """Check that heads of a layer keep the same tokens, and scores are not accumulated."""
         if policy.score.turn_reduction:
             raise ValueError(
-                "decode='least' looks at the newest query alone, and "
+                "decode='least-attended' looks at the newest query alone, and "
                 f"score={policy.score.name!r} goes on from step to step: use score='window'"
             )
         if not (policy.score.average_heads and not policy.heads.scope):
             raise ValueError(
-                "decode='least' drops a token from all heads of a layer: use average_heads=True "
-                f"(score={policy.score.name!r}) and heads='uniform' (heads={policy.heads.name!r})"
+                "decode='least-attended' drops a token from all heads of a layer: use "
+                f"average_heads=True (score={policy.score.name!r}) and heads='uniform' "
+                f"(heads={policy.heads.name!r})"
             )
         if policy.merge is not None and policy.merge.weighted:
             raise ValueError(
-                "decode='least' needs heads that hold the same tokens, and merge='groups' makes "
-                "groups of each head's own: use one of them"
+                "decode='least-attended' needs heads that hold the same tokens, and merge='groups' "
+                "makes groups of each head's own: use one of them"
             )
 
     def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
         """Return a schedule that drops by the newest query's attention."""
         recent = (policy.recent * rows.capacity).astype(int)
-        return LeastAttended(rows.heads, **_sizes(rows), recent=recent)
+        return LeastAttendedSlots(rows.heads, **_sizes(rows), recent=recent)
 
 
 def _sizes(rows: RowSizes) -> dict[str, np.ndarray]:

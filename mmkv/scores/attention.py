@@ -28,7 +28,7 @@ def check_decoding(policy: Policy, **options: Any) -> None:
         ValueError: an option is set.
     """
     for name, value in options.items():
-        if value and policy.decode.name in ("fixed", "least"):
+        if value and policy.decode.name in ("fixed", "least-attended"):
             raise ValueError(
                 f"{name}={value!r} changes a prompt's scores, but decode={policy.decode.name!r} "
                 f"drops tokens by attention: leave {name} out, or use decode='ratio' or 'grow'"

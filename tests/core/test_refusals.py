@@ -21,7 +21,8 @@ from mmkv.profiles import Profile
 from mmkv.scores.window import WindowAttention
 
 SAMPLED = {"allocation": "sampled"}
-LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
+DROPS = {"decode": "least-attended"}
+GROUPED = {"average_heads": True, "merge": "groups"}
 
 
 @pytest.mark.parametrize(
@@ -86,12 +87,12 @@ LEAST_PRUNE = {"average_heads": True, "merge": "groups"}
         ("sparsemm", {"layers": "pyramid"}, "leaves layers='pyramid' nothing to decide"),
         ("sparsemm", {"average_heads": True}, "average_heads=True"),
         ("xkv", {"layers": "sparsity"}, "layers='sparsity' needs .*score='window'"),
-        ("xkv", {"decode": "least"}, r"decode='least' drops .*use average_heads=True"),
-        ("xkv", {"decode": "least", "score": "observers"}, r"newest query.*score='observers'"),
-        ("xkv", {"decode": "least", **LEAST_PRUNE}, r"decode='least' needs .*merge='groups'"),
+        ("xkv", DROPS, r"decode='least-attended' drops .*use average_heads=True"),
+        ("xkv", {**DROPS, "score": "observers"}, r"newest query.*score='observers'"),
+        ("xkv", {**DROPS, **GROUPED}, r"decode='least-attended' needs .*merge='groups'"),
         ("h2o", {"value": "norm"}, "value='norm' changes a prompt's scores, but decode='fixed'"),
         ("squeeze", {"value": "norm"}, r"value='norm' changes .* decode='fixed' drops"),
-        ("tova", {"value": "norm"}, r"value='norm' changes .* decode='least' drops"),
+        ("tova", {"value": "norm"}, r"value='norm' changes .* decode='least-attended' drops"),
         ("tova", {"diversity": True}, "diversity=True changes a prompt's scores"),
         ("snapkv", {"value": "critical", "diversity": True}, "which diversity=True would mix"),
         ("snapkv", {"layers": "squeeze", "decode": "rounds"}, "measures them on prompts alone"),
