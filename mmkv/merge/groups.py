@@ -71,10 +71,18 @@ class MergeIntoGroups(Merge):
         present = prompt_kv.positions.expand(B, H, U) >= 0
         size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
         known = ranking.counts.expand(-1, B, H)
-        options: Any = {"exact": self.exact, "value_weight": self.value_weight}
-        options |= {"run": self.group_run, "rounds": self.rounds}
         rank, counts = self._without_newest(ranking.rank.expand(B, H, U), size, known[:3])
-        leader = leaders(keys, values, rank, counts, prompt_kv.weights, **options)
+        leader = leaders(
+            keys,
+            values,
+            rank,
+            counts,
+            prompt_kv.weights,
+            exact=self.exact,
+            run=self.group_run,
+            rounds=self.rounds,
+            value_weight=self.value_weight,
+        )
         rank = torch.zeros(B, H, U, device=keys.device)
         rank = rank.masked_fill_(leader != torch.arange(U, device=rank.device), -torch.inf)
         ranking = replace(ranking, rank=rank, size=size, protected=protected, known=known)
@@ -88,14 +96,15 @@ class MergeIntoGroups(Merge):
         token_weights = present.float() if prompt_kv.weights is None else prompt_kv.weights
         n_tokens = sums(token_weights, slot, M)
         mean_keys, mean_values = means((keys, values), slot, token_weights, M)
-        arguments = keys, prompt_kv.log_weights, mean_keys, prompt_kv.readers
         return replace(
             kept,
             keys=mean_keys,
             values=mean_values,
             slot=slot,
             weights=n_tokens.masked_fill(n_tokens == 0, 1.0),
-            log_weights=log_weights(slot, M, present, *arguments),
+            log_weights=log_weights(
+                slot, M, present, keys, prompt_kv.log_weights, mean_keys, prompt_kv.readers
+            ),
         )
 
     def _without_newest(self, rank: Tensor, size: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,6 @@ Shape letters and padding are those of `mmkv.scores`; G query heads read one key
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -66,7 +64,6 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
     """
     (B, Hq, Q, _), (H, N) = layer.query.shape, layer.key.shape[1:3]
     G, device, valid = Hq // H, layer.key.device, layer.valid
-    options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
     absent = ~valid[:, None, :, None]
     key, value = (x.float().masked_fill(absent, 0.0) for x in (layer.key, layer.value))
     # Less their mean, so that differences of nearly equal values keep their precision.
@@ -82,7 +79,15 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
         allowed = (position <= at[:, None]) if layer.mask is None else layer.mask[:, 0, start:stop]
         allowed = (allowed & valid[:, None] & valid[:, at][..., None])[:, None]  # [B, 1, n, N]
         rows = layer.query[:, :, start:stop]
-        p = window_rows(rows, key, stop - start, mask=allowed, **options)
+        p = window_rows(
+            rows,
+            key,
+            stop - start,
+            scale=layer.scale,
+            softcap=layer.softcap,
+            mask=allowed,
+            bias=layer.bias,
+        )
         p_max, top = p.max(-1, keepdim=True)
         p.scatter_(-1, top, 0.0)
         others, others_sum = p @ value, p.sum(-1, keepdim=True)

@@ -6,7 +6,7 @@ Shape letters as in `mmkv.scores`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -84,16 +84,20 @@ class WindowAttention(Score):
         if self.recency_weighted:
             weights = torch.arange(1, self.window + 1, dtype=torch.float32)
         n, window = layer.key.shape[2] - self.window, self.window
-        pooling: Any = {"kernel_size": self.kernel_size, "pooling": self.pooling}
         if self.value == "residual":
             by_query_head = values.residuals(layer, window, weights)[..., :n]
-            scores = pooled(by_query_head, **pooling)
+            scores = pooled(by_query_head, self.kernel_size, self.pooling)
             scores = scores.masked_fill(~layer.valid[:, None, :n], 0.0)
         else:
-            options: Any = {"window": window, "weights": weights, **pooling}
-            options |= {"scale": layer.scale, "softcap": layer.softcap, "bias": layer.bias}
-            options |= {"valid": layer.valid, "mask": layer.mask}
-            scores = window_attention(layer.query, layer.key, **options)
+            scores = window_attention(
+                layer.query,
+                layer.key,
+                window=window,
+                kernel_size=self.kernel_size,
+                pooling=self.pooling,
+                weights=weights,
+                **layer.attention,
+            )
         if self.value == "norm":
             scores = scores * values.value_norms(layer, n)
         elif self.value in ("output", "critical"):
@@ -168,9 +172,16 @@ def window_attention(
     if valid is not None:
         per_query = per_query * valid[:, -window:].float()[:, None, None, None, :]
     per_query = per_query / per_query.sum(-1, keepdim=True).clamp_min(torch.finfo().tiny)
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "valid": valid}
-    last = query[:, :, -window:]
-    attention = window_rows(last, key, window, mask=mask, bias=bias, **options)
+    attention = window_rows(
+        query[:, :, -window:],
+        key,
+        window,
+        scale=scale,
+        softcap=softcap,
+        valid=valid,
+        mask=mask,
+        bias=bias,
+    )
     with autocast_off(key):
         scores = (per_query @ attention[..., : N - window]).view(B, H, -1, N - window)
     scores = pooled(scores, kernel_size, pooling)
