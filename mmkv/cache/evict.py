@@ -332,7 +332,7 @@ def planned(
             places = prompt.last_places(int(schedule.recent.max()))
             if places is not None:
                 places = places.to(device)
-                schedule.behind(places[send(rows // heads, device)], seen)
+                schedule.skip_padding(places[send(rows // heads, device)], seen)
         width = int(counts[rows].max())
         n_expected = min(expected, spare(width, seen))
         blocks.append(_BlockPlan(rows, schedule, width, schedule.most(n_expected)))

@@ -116,8 +116,8 @@ class HeavyHitterSlots(SlotSchedule):
             new.places = self.places[send(rows, self.places.device)]
         return new
 
-    def behind(self, places: Tensor, end: int) -> None:
-        """Leave padding between turns out when recent tokens are counted.
+    def skip_padding(self, places: Tensor, end: int) -> None:
+        """Do not count padding between turns among recent tokens.
 
         `places` [R, n] are positions of the prompt's last tokens, ascending, n enough for `recent`;
         `end` is T, the prompt's length with padding.
