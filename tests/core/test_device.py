@@ -21,7 +21,7 @@ from helpers.profiles import profile_of
 from mmkv.attach import graph
 from mmkv.decode import slots
 
-NEW, FEW = 20, 8
+NEW, FEW = 16, 5
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ def two_turns(model, inputs, more, chunk):
 @since("5.23")
 @pytest.mark.slow
 @settings(
-    max_examples=200,
+    max_examples=120,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -186,8 +186,11 @@ def spends(layers, share=0.4, lengths=(60, 33)):
     ]
 
 
-@cases("policy", mmkv.list_policies(), "prefixkv", "adakv", "h2o", "squeeze")
-@cases("extreme", [0.0, 1e4], 1e4)
+@cases(
+    "policy, extreme",
+    [(x, (0.0, 1e4)[i % 2]) for i, x in enumerate(mmkv.list_policies())],
+    *("prefixkv", "adakv", "h2o", "squeeze"),
+)
 def test_extreme_scores(policy, extreme):
     """All-equal scores, and attention so peaked that all but one score vanish."""
     model, inputs = make_model("llama").double(), make_inputs("llama", (60, 33))
@@ -205,9 +208,16 @@ def test_extreme_scores(policy, extreme):
 SCORED = [x for x in mmkv.list_policies() if mmkv.get_policy(x).score.ranks]
 
 
-@pytest.mark.parametrize(("odd", "share"), [(math.nan, 0.3), (math.inf, 0.3), (-math.inf, 1.0)])
-@cases("policy", [x for x in SCORED if x != "full"], "prefixkv", "adakv", "h2o", "squeeze")
-def test_nan_scores(policy, share, odd):
+INFINITE = [(math.inf, 0.3), (-math.inf, 1.0)]
+ODD = [(x, *INFINITE[i % 2]) for i, x in enumerate(x for x in SCORED if x != "full")]
+
+
+@cases(
+    "policy, odd, share",
+    [*ODD, ("h2o", math.nan, 0.3), ("condense", math.nan, 0.3)],
+    *("prefixkv", "adakv", "h2o", "squeeze"),
+)
+def test_nan_scores(policy, odd, share):
     """Infinite scores: still the oracle and the budget. NaN is refused: it ranks nothing."""
     chosen, seen = mmkv.get_policy(policy, **short(policy)), []
 
@@ -285,7 +295,7 @@ def test_half_precision(policy, dtype):
 
 @pytest.mark.slow
 def test_soak():
-    """200 generations with changing policy, budget and prompt leave nothing behind.
+    """100 generations with changing policy, budget and prompt leave nothing behind.
 
     One in five is ended in its prompt, in a decode step or between two layers by an interrupt or an
     exception; the wrapped model then goes on, and answers as a fresh one does.
@@ -294,7 +304,7 @@ def test_soak():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     attributes = {name: sorted(vars(x)) for name, x in model.named_modules()}
     rng, held, answered = random.Random(0), [], 0
-    for i in range(200):
+    for i in range(100):
         policy = rng.choice(mmkv.list_policies())
         lengths = (rng.randrange(14, 40), rng.randrange(30, 60))
         inputs = make_inputs("llama", lengths, seed=i)
@@ -309,16 +319,16 @@ def test_soak():
                 with broken, pytest.raises(error):
                     model.generate(**inputs, **asked)
             out = model.generate(**inputs, **asked)
-        if i % 25 == 3:
+        if i % 12 == 3:
             with mmkv.wrapped(fresh, policy, budget, **options):
                 assert torch.equal(fresh.generate(**inputs, **asked), out)
             answered += 1
-        if i % 100 == 99:
+        if i % 50 == 49:
             del inputs, out
             held.append(sum(storages().values()))
-    print(f"bytes of tensors alive after every 100 generations: {held}")  # pytest -rP shows it
+    print(f"bytes of tensors alive after every 50 generations: {held}")  # pytest -rP shows it
     assert len(set(held)) == 1, held
-    assert answered == 8
+    assert answered == 9
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert {name: sorted(vars(x)) for name, x in model.named_modules()} == attributes
 

@@ -38,12 +38,9 @@ VARIANTS = [
     DROPS,
     Variant("full"),  # nothing is evicted
     Variant("snapkv", (), 44),  # one block, in which a row shorter than the budget is whole
-    Variant("adakv"),  # heads of different sizes, so several blocks
-    Variant("kvzip"),  # head sizes by all layers; the prompt is read twice
+    Variant("kvzip"),  # head sizes by all layers, so several blocks; the prompt is read twice
     Variant("streaming"),  # slots in a ring, and four exact first tokens
-    Variant("tova"),  # the least attended slot is dropped
     Variant("prefixkv", (("merge", "position"),)),  # layer sizes; slots grow by a ratio; means
-    Variant("lookm"),  # means by similar keys
 ]
 
 

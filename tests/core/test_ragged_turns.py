@@ -11,6 +11,7 @@ from helpers.marks import cases, since
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import (
+    FIRST,
     READING,
     ROWS,
     VARIANTS,
@@ -23,8 +24,10 @@ from helpers.oracle import (
 
 # Each score, sizing, merge and decoding once, and a `least` that some rows are above.
 RAGGED = READING + [x for x in VARIANTS if "least" in dict(x.options)]
-# The reference merges after turns alone, not after rounds of generated tokens.
-IN_ONE_PASS = [x for x in RAGGED if "rounds" not in dict(x.options).values()]
+MASKED = [x for x in READING if x.policy in FIRST and not x.options]
+# What scores by the last queries, by all, by a second pass, and what merges.
+IN_CHUNKS = [x for x in MASKED if x.policy != "streaming"]
+IN_CHUNKS += [Variant(policy) for policy in ("kvzip", "expected", "vlcache", "lookm")]
 TURNS = [(3, 30, 12), (21, 4, 9)]  # new tokens of each row
 WITH_PICTURES = [
     Variant(policy, (("protect", "instruction"),), 0.8)
@@ -58,7 +61,7 @@ def test_a_ragged_turn_equals_singles(models, variant):
     agrees(models("llama"), variant)
 
 
-@cases("variant", IN_ONE_PASS, "snapkv", "elastic", ids=str)
+@cases("variant", MASKED, "snapkv", "elastic", ids=str)
 def test_evicting_in_ragged_turns_equals_masking(models, variant):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     options = options_of(variant)
@@ -70,7 +73,7 @@ def test_evicting_in_ragged_turns_equals_masking(models, variant):
 
 
 @since("5.21")
-@cases("variant", READING, "snapkv", "condense", ids=str)
+@cases("variant", IN_CHUNKS, "snapkv", "condense", ids=str)
 def test_a_ragged_turn_in_chunks_equals_singles(models, variant):
     """A row's last queries may lie in several chunks, with padding between."""
     agrees(models("llama"), variant, prefill_chunk_size=7)

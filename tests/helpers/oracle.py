@@ -94,7 +94,8 @@ def options_of(variant: Variant) -> dict:
 def _reading(policy: Policy) -> set[Any]:
     """How a prompt is scored, sized and evicted: which parts, not which options."""
     parts = policy.score, policy.layers, policy.heads, policy.merge, policy.decode
-    apart = policy.layers.needs == "mini-prefill", policy.score.average_heads
+    mini_prefill = policy.layers.needs == "mini-prefill"
+    apart = mini_prefill, policy.score.average_heads, policy.keeps_all
     return {*map(type, parts), *enumerate(apart)}
 
 
@@ -107,11 +108,11 @@ def _decoding(policy: Policy) -> Any:
 
 
 def _reading_once() -> list[Variant]:
-    """Every policy, and the variants with a part or a way to read that none before them has."""
+    """The usual policies, and the variants with a part or a way to read that none before has."""
     found, seen = [], set[Any]()
-    for variant in VARIANTS:
+    for variant in (*map(Variant, FIRST), *VARIANTS):
         ways = _reading(mmkv.get_policy(variant.policy, **options_of(variant)))
-        if ways - seen or (not variant.options and variant.budget == 0.3):
+        if ways - seen:
             found.append(variant)
         seen |= ways
     return found
@@ -127,9 +128,11 @@ def _decoding_once() -> list[Variant]:
 
 
 # For what takes long: each way of reading a prompt and of decoding once, whatever the options.
+FIRST = ("snapkv", "streaming", "prefixkv", "condense", "adakv", "h2o", "elastic", "xkv")
 READING, DECODING = _reading_once(), _decoding_once()
-# Every variant in a padded batch, and each way of decoding with a single row.
-IN_ROWS = [(x, "padded") for x in VARIANTS] + [(x, "one") for x in DECODING]
+EITHER = READING + [x for x in DECODING if x not in READING]
+# Every variant in a padded batch, and some with a single row.
+IN_ROWS = [(x, "padded") for x in VARIANTS] + [(x, "one") for x in DECODING[::4]]
 # Policies that decode in different ways.
 DECODERS = [v.policy for v in DECODING if not v.options and v.budget == 0.3]
 # For `make test`: these, and one of each way to size layers and heads.
