@@ -8,7 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mmkv.eval.speed import gpu
+from mmkv.attach import graph
+from mmkv.eval.speed import gpu, gpu_parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,31 +22,47 @@ def run(*arguments):
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
+@pytest.fixture
+def log():
+    """What a part listens to is left as it was."""
+    before, level = list(graph.logger.handlers), graph.logger.level
+    yield
+    graph.logger.handlers[:] = before
+    graph.logger.setLevel(level)
+
+
 @pytest.mark.slow
-def test_tiny_run_writes_rows_and_passes_over_a_failing_part(tmp_path, monkeypatch):
-    """The decode rows come from the tiny model; a part that does not exist fails alone."""
-    monkeypatch.setitem(gpu.PARTS, "absent", 60)
-    monkeypatch.setitem(gpu.PARTS, "decode", 400)
-    monkeypatch.setitem(gpu.PARTS, "prefill", 200)
-    parts = "absent,card,decode,prefill"
-    out = run("--out", str(tmp_path), "--tiny", "--only", parts, "--minutes", "9")
-    assert out.exit_code == 0
+@pytest.mark.usefixtures("log")
+def test_tiny_parts_write_their_rows(tmp_path):
+    bench = gpu_parts.Bench(tmp_path, tiny=True, seconds=400)
+    gpu_parts.decode(bench)
+    gpu_parts.prefill(bench)
     rows = gpu.read(tmp_path / "gpu.jsonl")
-    ends = {row["of"]: row["rc"] for row in rows if row["part"] == "driver"}
-    assert ends == {"absent": 1, "card": 0, "decode": 0, "prefill": 0}
     slowest = [row for row in rows if row["part"] == "operations"]
     assert len(slowest) == 10
     assert all(row["row"] == "condense" and row["calls"] for row in slowest)
     times = [row["host_ms"] for row in slowest]
     assert times == sorted(times, reverse=True)
     assert times[0] > 0
-    (card,) = (row for row in rows if row["part"] == "card")
-    assert card["torch"] == torch.__version__
     measured = {row["row"]: row for row in rows if row["part"] == "decode"}
     assert not [row for row in measured.values() if "error" in row]
     full, small = measured["full"], measured["condense 0.2"]
     assert small["cache_mb"] < full["cache_mb"]
     assert all(row["ms"] > 0 for row in measured.values())
+
+
+@pytest.mark.slow
+def test_failing_part_is_passed_over(tmp_path, monkeypatch):
+    """Each part is a process; one that does not exist fails alone."""
+    monkeypatch.setitem(gpu.PARTS, "absent", 60)
+    monkeypatch.setitem(gpu.PARTS, "card", 200)
+    out = run("--out", str(tmp_path), "--tiny", "--only", "absent,card", "--minutes", "9")
+    assert out.exit_code == 0
+    rows = gpu.read(tmp_path / "gpu.jsonl")
+    ends = {row["of"]: row["rc"] for row in rows if row["part"] == "driver"}
+    assert ends == {"absent": 1, "card": 0}
+    (card,) = (row for row in rows if row["part"] == "card")
+    assert card["torch"] == torch.__version__
     assert (tmp_path / "report.md").read_text() == gpu.tables(rows)
 
 
