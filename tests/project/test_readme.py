@@ -24,7 +24,7 @@ from helpers.commands import run
 from helpers.models import make_inputs, make_model
 from helpers.picture_chat import make_picture_chat
 from mmkv import chat, registry, tables
-from mmkv.builtin import drawings, example_pictures
+from mmkv.builtin import example_pictures
 from mmkv.cli import commands
 
 ROOT = Path(__file__).parents[2]
@@ -264,19 +264,6 @@ def reached(*args: object, **kwargs: object) -> None:
 
 
 class TestCommands:
-    @pytest.mark.slow
-    def test_own_question_is_answered_correctly(self, capsys, monkeypatch, tmp_path):
-        """What is asked about the shipped picture is what the model knows."""
-        monkeypatch.chdir(ROOT)
-        monkeypatch.setattr("mmkv.chat.load", lambda *_: smollm2_vision())
-        words, *_ = commands_of("chat")
-        data = json.loads(run(capsys, *words[1:], "--out", tmp_path, "--json")[0])
-        scene = drawings.make_scene(1, count=4, printed=1)
-        (item,) = [x for x in scene.objects if x.place in data["question"]]
-        for side in ("full", "compressed"):
-            assert data[side]["answer"] == item.sentence
-        assert [str(x) for x in tmp_path.glob("*.png")] == data["png"] != []
-
     @pytest.mark.slow
     def test_make_run_shows_the_same_answer_in_fewer_bytes(self, capsys, monkeypatch, tmp_path):
         monkeypatch.chdir(ROOT)
