@@ -669,6 +669,7 @@ TYPOS = {
 }
 
 
+@pytest.mark.slow
 def test_typo_raises_before_torch_is_imported(tmp_path):
     """In a process of its own: here torch and the registry are imported already."""
     code = (
@@ -725,6 +726,7 @@ def test_a_name_with_an_owner_is_left_to_the_hub():
         assert file_of(name) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("registering")
 def test_a_policy_of_a_plugin_may_be_named_before_its_file(tmp_path):
     """In a process whose registry is not imported yet: a typo would be found without it."""

@@ -607,6 +607,7 @@ def test_hostile_masks_of_kept_or_grouped_tokens_raise(models, policy, tmp_path)
     assert n > 20
 
 
+@pytest.mark.slow
 def test_hostile_errors_windows_and_grids_are_refused(tmp_path):
     """What the table's model has not: 8 bits, a sliding window, pictures with grids, a film."""
     path, qwen = tmp_path / "read", "Qwen2_5_VLForConditionalGeneration"

@@ -283,6 +283,7 @@ class TestCommand:
         assert data == expected
         assert len(read_rows(folder / "a" / "rows.jsonl")) == 3 * 5
 
+    @pytest.mark.slow
     def test_same_command_resumes_and_other_tolerance_measures_nothing(self, folder, monkeypatch):
         """Rows in bytes are read back as such."""
         real, seen = measure.kept_by_row, []

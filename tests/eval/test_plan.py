@@ -84,6 +84,7 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     assert plain < padded < 1.15 * plain
 
 
+@pytest.mark.slow
 def test_default_prompt_fits_the_model(capsys):
     for words, tokens in (
         (("smollm2",), "4,096 + 256"),

@@ -177,6 +177,7 @@ def test_invalid_run_folder_raises(tmp_path, line):
         store.read_settings(tmp_path)
 
 
+@pytest.mark.slow
 def test_import_opens_no_program_or_connection():
     """No program and no connection; `mmkv.check` needs none of the evaluation's packages."""
     code = (
