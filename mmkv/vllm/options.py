@@ -166,8 +166,8 @@ def _check_engine(config: Any) -> None:
             "use --data-parallel-size",
         ),
         (
-            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-            f"a KV cache of {cache.cache_dtype}",
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+            f"a KV cache of {cache.cache_dtype} for a model of {model.dtype}",
             "leave --kv-cache-dtype out",
         ),
         (config.use_v2_model_runner, "Model Runner V2", "set VLLM_USE_V2_MODEL_RUNNER=0"),

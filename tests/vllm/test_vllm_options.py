@@ -73,8 +73,9 @@ def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path) -> None:
         created(tiny, given, speculative_config=speculation)
     with pytest.raises(ValueError, match="split over processes: use --data-parallel-size"):
         created(tiny, given, tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="a KV cache of fp8"):
-        created(tiny, given, kv_cache_dtype="fp8")
+    for kind in ("fp8", "bfloat16"):
+        with pytest.raises(ValueError, match=f"a KV cache of {kind} for a model of torch.float32"):
+            created(tiny, given, kv_cache_dtype=kind)
 
 
 def test_other_versions_of_vllm_are_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
