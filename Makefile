@@ -87,11 +87,12 @@ gpu: links
 	cd .typecheck && ln -sfn ../tests tests && PYTHONPATH=$(CURDIR)/.typecheck $(GPU_PYTHON) -m mmkv.eval.speed.gpu --out $(CURDIR)/out/gpu $(GPU_OPTIONS)
 
 # The plugin on a GPU, not yet run on one: its tests, then figures beside stock vLLM. GPU_PYTHON has
-# vllm==0.32.* and this package; VLLM_MODEL is a folder or a hub's id.
+# vllm==0.32.* and this package; VLLM_MODEL is a folder or a hub's id. Tests compare greedy tokens in
+# float32, so Triton's kernels, which vLLM takes for it, may not round products to TF32.
 VLLM_MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
 VLLM_FIGURES = VLLM_USE_V2_MODEL_RUNNER=0 $(GPU_PYTHON) -m mmkv.vllm.figures $(VLLM_MODEL)
 gpu-vllm:
-	VLLM_USE_V2_MODEL_RUNNER=0 $(GPU_PYTHON) -m pytest tests/vllm
+	VLLM_USE_V2_MODEL_RUNNER=0 TRITON_F32_DEFAULT=ieee $(GPU_PYTHON) -m pytest tests/vllm
 	$(GPU_PYTHON) -c "from mmkv.cli.commands import main; main(['probe', '$(VLLM_MODEL)'])"
 	for more in "" --capacity; do $(VLLM_FIGURES) $$more && $(VLLM_FIGURES) $$more --budget 0.2 || exit 1; done
 
