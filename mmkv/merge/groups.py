@@ -1,9 +1,10 @@
 """Merging of a layer's tokens into groups, besides the best tokens, which are kept exactly.
 
-A group is one pair, the mean key and the mean value of its `m` tokens, with a weight `w` of about
-`m`. Attention adds `log w` to that slot's logit, `softmax(scale * q . k + log w)`, so a group of
-equal pairs counts exactly as its tokens did, and no token leaves the softmax. A group has the
-position of its best-scored token, its leader.
+A group is one pair, a mean key and a mean value of its `m` tokens, with a weight `w` of about `m`.
+Attention adds `log w` to that slot's logit, `softmax(scale * q . k + log w)`, so a group of equal
+pairs counts exactly as its tokens did, and no token leaves the softmax. A group has the position of
+its best-scored token, its leader. In the means a token counts by its score: the n-th best token of
+a head counts 1 / n, so that a group is nearest to the tokens on which most depends.
 
 With weight m, a mean key gets less attention than its m tokens did, as a mean of exponentials is
 above the exponential of the mean. So the weight is fitted to some queries of the prompt, rotated to
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag, pad
+from torch.nn.functional import embedding_bag
 
 from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
 from mmkv.tensors import largest, last, rows, spans, tile
@@ -72,7 +73,7 @@ class MergeIntoGroups(Merge):
         size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
         known = ranking.counts.expand(-1, B, H)
         rank, counts = self._without_newest(ranking.rank.expand(B, H, U), size, known[:3])
-        leader = leaders(
+        leader, place = leaders(
             keys,
             values,
             rank,
@@ -95,7 +96,9 @@ class MergeIntoGroups(Merge):
         slot = slot.gather(-1, leader.masked_fill(leader < 0, U))
         token_weights = present.float() if prompt_kv.weights is None else prompt_kv.weights
         n_tokens = sums(token_weights, slot, M)
-        mean_keys, mean_values = means((keys, values), slot, token_weights, M)
+        # Relative to its leader, so that a token that is alone counts exactly 1.
+        counted = token_weights * place.gather(-1, leader.clamp(min=0)) / place
+        mean_keys, mean_values = means((keys, values), slot, counted, M)
         return replace(
             kept,
             keys=mean_keys,
@@ -138,7 +141,7 @@ def leaders(
     run: int,
     rounds: int,
     value_weight: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Assign each head's tokens to its slots: single tokens, and groups of all others.
 
     Tokens that must stay are single, and so are the best-scored ones, for the share `exact` of the
@@ -156,9 +159,10 @@ def leaders(
         exact, run, rounds, value_weight: see `MergeIntoGroups`.
 
     Returns:
-        int64 [B, H, N], the index of each token's leader, its own if it is single; -1 for no token,
+        The index of each token's leader, int64 [B, H, N], its own if it is single; -1 for no token,
         and, in a head without slots for groups, for tokens that need not stay. A head has as many
-        leaders as slots, or as tokens if these are fewer.
+        leaders as slots, or as tokens if these are fewer. And each token's place in the ranking,
+        int64 [B, H, N], 1 for the best: a token counts 1 / place in the means of k-means.
     """
     (B, H, N), device = rank.shape, rank.device
     present, indices = rank > -torch.inf, torch.arange(N, device=device)
@@ -168,6 +172,7 @@ def leaders(
     unpadded = bool((counts[2] == N).all())
     order = rank.argsort(dim=-1, descending=True, stable=True)
     rank_of = torch.empty_like(order).scatter_(-1, order, indices.expand_as(order))
+    counted = (1.0 if weights is None else weights.float()) / (rank_of + 1)
     single = present & (rank_of < n_single.to(device, non_blocking=True)[..., None])
     scales = _scales(keys, values, value_weight, None if unpadded else present)
 
@@ -183,20 +188,20 @@ def leaders(
     parts = zip(members.split(n_runs, dim=2), slots.split(n_runs, dim=2), strict=True)
     for token, number in parts:
         index, absent = token.clamp(min=0).flatten(2), token < 0
-        ranked = rank_of.gather(-1, index).view_as(token).masked_fill(absent, N)
+        places = rank_of.gather(-1, index).view_as(token).masked_fill(absent, N)
         points = torch.cat([rows(keys, index), rows(values, index)], -1).float()
         points = points.unflatten(2, token.shape[2:])
         if not unpadded:  # padding may hold any values, NaN included
             points.masked_fill_(absent[..., None], 0.0)
-        counted = None if weights is None else weights.float().gather(-1, index).view_as(token)
-        label = _k_means(points, counted, ranked, absent, number, width, rounds, *scales)
-        label = _without_empty(label, ranked, number, width)
-        best = ranked.new_full((*label.shape[:3], width + 1), N)
-        best = best.scatter_reduce(-1, label, ranked, "amin").gather(-1, label)
-        best = torch.where(label == width, ranked, best).clamp(max=N - 1)
+        weight = counted.gather(-1, index).view_as(token)
+        label = _k_means(points, weight, places, absent, number, width, rounds, *scales)
+        label = _without_empty(label, places, number, width)
+        best = places.new_full((*label.shape[:3], width + 1), N)
+        best = best.scatter_reduce(-1, label, places, "amin").gather(-1, label)
+        best = torch.where(label == width, places, best).clamp(max=N - 1)
         leader = order.gather(-1, best.flatten(2))
         leader_of.scatter_(-1, token.masked_fill(absent, N).flatten(2), leader)
-    return leader_of[..., :N]
+    return leader_of[..., :N], rank_of + 1
 
 
 def _planned(counts: Tensor, exact: float, run: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -245,8 +250,8 @@ def _scales(
 
 def _k_means(
     x: Tensor,
-    weight: Tensor | None,
-    ranked: Tensor,
+    weight: Tensor,
+    places: Tensor,
     absent: Tensor,
     number: Tensor,
     K: int,
@@ -256,16 +261,13 @@ def _k_means(
 ) -> Tensor:
     """Return the group int64 [..., C] of each of a run's points [..., C, D]; K for `absent` ones.
 
-    A run has the first `number` of K groups; their first centres are the points `ranked` best.
-    `weight` is [..., C], None: all 1; `mean` and `factor` are the results of `_scales`.
+    A run has the first `number` of K groups; their first centres are the points of the first
+    `places`. `weight` is [..., C]; `mean` and `factor` are the results of `_scales`.
     """
     (*leading, C, D), device = x.shape, x.device
     unused = torch.arange(K, device=device) >= number[..., None]
-    if weight is None:
-        weighted = pad(x, (0, 1), value=1.0)
-    else:
-        weighted = torch.cat([x * weight[..., None], weight[..., None]], -1)
-    centres = rows(x, ranked.argsort(dim=-1)[..., :K])
+    weighted = torch.cat([x * weight[..., None], weight[..., None]], -1)
+    centres = rows(x, places.argsort(dim=-1)[..., :K])
     label: Any = None
     for i in range(rounds):
         if i:  # the mean of each group; points of label K are left out
@@ -289,16 +291,16 @@ def _k_means(
     return label
 
 
-def _without_empty(label: Tensor, ranked: Tensor, number: Tensor, K: int) -> Tensor:
+def _without_empty(label: Tensor, places: Tensor, number: Tensor, K: int) -> Tensor:
     """Make one token single, label K, for each empty group.
 
     The best-ranked tokens leave their groups, except the last in rank of each group.
     """
     empty = label.new_full((*label.shape[:-1], K + 1), -1)
-    worst = empty.scatter_reduce(-1, label, ranked, "amax")
+    worst = empty.scatter_reduce(-1, label, places, "amax")
     missing = number - (worst[..., :K] >= 0).sum(-1)
-    may_leave = (label < K) & (ranked != worst.gather(-1, label))
-    order = ranked.argsort(dim=-1)
+    may_leave = (label < K) & (places != worst.gather(-1, label))
+    order = places.argsort(dim=-1)
     leaves = may_leave.gather(-1, order)
     leaves &= leaves.cumsum(-1) <= missing[..., None]
     return label.masked_fill(torch.zeros_like(may_leave).scatter_(-1, order, leaves), K)

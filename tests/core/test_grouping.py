@@ -1,7 +1,9 @@
 """Exact tokens and weighted groups against loops that read like their definition."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,9 +32,14 @@ def spread(x: Tensor) -> float:
     return float((x - x.mean(0)).square().mean().sqrt()) or 1.0
 
 
-def mean(x: dict[int, Tensor], tokens: list[int], weights: Tensor) -> Tensor:
-    total = sum(float(weights[j]) for j in tokens)
-    return torch.stack([x[j] * float(weights[j]) / total for j in tokens]).sum(0)
+def mean(x: Any, tokens: list[int], weights: dict[int, float]) -> Tensor:
+    total = sum(weights[j] for j in tokens)
+    return torch.stack([x[j] * weights[j] / total for j in tokens]).sum(0)
+
+
+def by_place(weights: Tensor, ranked: list[int]) -> dict[int, float]:
+    """How much each token counts in its group's mean: the n-th best one 1 / n."""
+    return {j: float(weights[j]) / n for n, j in enumerate(ranked, 1)}
 
 
 def naive(
@@ -46,6 +53,7 @@ def naive(
     must = int((rank == math.inf).sum())
     chosen = max(must, min(size - 1, must + int((size - must) * exact)))
     alone, rest = set(ranked[:chosen]), sorted(ranked[chosen:])
+    weights = by_place(weights, ranked)
     groups: list[list[int]] = []
     slots = size - chosen
     k, v = (y[tokens].double() / spread(y[tokens].double()) for y in (keys, values))
@@ -114,7 +122,7 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
     with pytest.MonkeyPatch.context() as patch:  # how many runs go together changes nothing
         patch.setattr(tiling, "_CPU_TILE_PER_THREAD", tile)
         counts = torch.stack([size, (scores == math.inf).sum(-1), (~absent).sum(-1)])
-        found = leaders(*dirty, scores, counts, weights, **options)
+        found, _ = leaders(*dirty, scores, counts, weights, **options)
     for b in range(2):
         for h in range(2):
             parts = keys[b, h], values[b, h], scores[b, h], int(size[b, h]), weights[b, h]
@@ -127,6 +135,33 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
             assert len(got) == min(int(size[b, h]), present)
             if size[b, h] > (scores[b, h] == math.inf).sum():
                 assert sum(map(len, got)) == present, "nothing is left out"
+
+
+def test_pair_of_a_group_is_its_mean_by_place_in_the_ranking():
+    """Also where tokens stand for several, and with absent tokens, which may hold anything."""
+    keys, values, scores = layer(2, 2, 60)
+    weights = torch.randint(1, 5, scores.shape, generator=torch.Generator().manual_seed(3)).float()
+    scores[0, :, :9], weights[0, :, :9] = -math.inf, 0.0
+    scores[..., -2:] = math.inf
+    absent, size = scores == -math.inf, torch.tensor([[12, 20], [7, 30]])
+    dirty = (x.masked_fill(absent[..., None], math.nan) for x in (keys, values))
+    positions = torch.arange(60).expand(scores.shape).masked_fill(absent, -1)
+    ranking = Ranking(scores, size, scores == math.inf, ~absent)
+    merge = mmkv.get_policy("condense", fit=0, newest=0).merge
+    kept = merge(PromptKV(*dirty, positions, weights=weights), ranking)
+    groups = 0
+    for b, h, slot in np.ndindex(kept.indices.shape):
+        tokens = (kept.slot[b, h] == slot).nonzero()[:, 0].tolist()
+        if slot >= size[b, h]:
+            assert not tokens
+            continue
+        ranked = sorted(range(60), key=lambda j: (-float(scores[b, h, j]), j))
+        counted = by_place(weights[b, h], ranked)
+        assert kept.weights[b, h, slot] == sum(weights[b, h, tokens])
+        for found, x in ((kept.keys, keys), (kept.values, values)):
+            torch.testing.assert_close(found[b, h, slot], mean(x[b, h], tokens, counted))
+        groups += len(tokens) > 1
+    assert groups > 30
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

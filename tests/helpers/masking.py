@@ -2,24 +2,30 @@
 
 Written to be read, not to be fast. It shares no code with the package: a plain model with
 transformers' own cache, and an attention function that is told, per layer and head, which earlier
-keys it may still see. `masked_logits` feeds a model of the LLaMA family by itself; `seeing` leaves
-it to the model's own `generate` or forward, for every class, which finds positions (multimodal ones
-too) and masks for itself. Layers with a sliding window are left as they are.
+keys it may still see, and the pairs of groups (`test_grouping` compares those with loops).
+`masked_logits` feeds a model of the LLaMA family by itself; `seeing` leaves it to the model's own
+`generate` or forward, for every class, which finds positions (multimodal ones too) and masks for
+itself. Layers with a sliding window are left as they are.
 """
 
+import functools
 import itertools
 import math
+from collections import defaultdict, deque
 from collections.abc import Collection
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, LogitsProcessor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from helpers.few_bits import NEWEST, Row
+from mmkv.cache import compressed
+from mmkv.cache import evict as evicting
 
 NEW = 6  # tokens generated at a time
 # By layer: the positions kept before a pass, pairs that were merged, and rows in few bits; for all:
@@ -68,7 +74,7 @@ def _as_stored(layer: int, kept: Tensor, key: Tensor, value: Tensor, q: int):
                 key[b, h, p], value[b, h, p] = k, v
     if (groups := getattr(kept, "groups", None)) is None:
         return key, value, None
-    pairs = [naive_means(x, *groups[:2]) for x in plain]
+    pairs = [x.to(key.dtype) for x in groups[4:]]
     for (b, h), row in (rows or {}).items():
         for g, p in enumerate(groups[3][b, h].tolist()):
             if p >= 0:
@@ -96,11 +102,17 @@ def held_by(cache: Any, layer: int) -> Tensor:
     if weights.numel():
         held = cache.layers[layer].dense()
         bias, leaders = torch.full(weights.shape, -math.inf), torch.full_like(weights, -1)
+        pairs = [x.new_zeros(*weights.shape, x.shape[-1]) for x in (held.keys, held.values)]
         for b, h in itertools.product(*map(range, weights.shape[:2])):
             mine = (held.weights[b, h] > 1) & (held.positions[b, h] >= 0)
-            bias[b, h, : int(mine.sum())] = held.log_weights[b, h][mine]
-            leaders[b, h, : int(mine.sum())] = held.positions[b, h][mine]
-        kept.groups = weights.clone(), member.clone(), bias, leaders
+            n = int(mine.sum())
+            bias[b, h, :n] = held.log_weights[b, h][mine]
+            leaders[b, h, :n] = held.positions[b, h][mine]
+            for x, y in zip(pairs, (held.keys, held.values), strict=True):
+                x[b, h, :n] = y[b, h][mine]
+            members = [int((member[b, h] == g).sum()) for g in range(weights.shape[2])]
+            assert weights[b, h].tolist() == members
+        kept.groups = weights.clone(), member.clone(), bias, leaders, *pairs
     return kept
 
 
@@ -116,18 +128,48 @@ def pairs_of(held: Tensor) -> Tensor:
     return exact if groups is None else exact + (groups[0] > 0).sum(-1)
 
 
-def naive_means(x: Tensor, weights: Tensor, member: Tensor) -> Tensor:
-    """The mean of each group's tokens of x [B, H, S, D]: [B, H, n, D]."""
-    B, H, n = weights.shape
-    means = torch.zeros(B, H, n, x.shape[-1], dtype=x.dtype)
-    for b in range(B):
-        for h in range(H):
-            for g in range(n):
-                tokens = (member[b, h] == g).nonzero()[:, 0]
-                assert len(tokens) == weights[b, h, g]
-                if len(tokens):
-                    means[b, h, g] = x[b, h, tokens].mean(0)
-    return means
+# By layer, what the last calls merged tokens into: positions [B, H, M] and pairs [B, H, M, D].
+_merged: dict[int, deque[list[Tensor]]] = defaultdict(lambda: deque(maxlen=8))
+
+
+def _noted(call: Any) -> Any:
+    """`evict`, which notes a layer's groups before they are stored in few bits."""
+
+    @functools.wraps(call)
+    def evict(prompt_kv: Any, plan: Any, *arguments: Any) -> Any:
+        if plan.kv_dtype is None:
+            return call(prompt_kv, plan, *arguments)
+
+        def noting(merge: Any, *rest: Any) -> Any:
+            kept = merged(merge, *rest)
+            if kept.weights is not None:
+                positions = prompt_kv.positions.expand(kept.slot.shape)
+                places = positions.gather(-1, kept.indices.clamp(min=0))
+                places = places.masked_fill(kept.indices < 0, -1)
+                _merged[arguments[3]].append([places, kept.keys, kept.values])
+            return kept
+
+        merged = evicting._merged
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(evicting, "_merged", noting)
+            return call(prompt_kv, plan, *arguments)
+
+    return evict
+
+
+compressed.evict = _noted(compressed.evict)
+
+
+def _before_codes(layer: int, place: int, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The pair of the group that is led from this position and read back as this pair."""
+    found = [
+        (keys[at], values[at])
+        for places, keys, values in _merged[layer]
+        for at in map(tuple, (places == place).nonzero().tolist())
+    ]
+    return min(
+        found, key=lambda x: sum(float((i - j).norm()) for i, j in zip(x, pair, strict=True))
+    )
 
 
 @contextmanager
@@ -240,9 +282,10 @@ def _store_all(cache: Any, kept: list[Tensor], bits: int, n_first: int, start: i
         for (b, h), row in rows.items():
             pairs = {p: (keys[b, h, p], values[b, h, p]) for p in _places(kept[i], b, h)}
             if (groups := kept[i].groups) is not None:
-                means = [naive_means(x, *groups[:2])[b, h] for x in (layer.keys, layer.values)]
-                leaders = enumerate(groups[3][b, h].tolist())
-                pairs |= {p: tuple(x[g] for x in means) for g, p in leaders if p >= 0}
+                for g, p in enumerate(groups[3][b, h].tolist()):
+                    if p >= 0:
+                        read = tuple(x[b, h, g] for x in groups[4:])
+                        pairs[p] = _before_codes(i, p, read)
             row.evict({p: row.pairs.get(p, pair) for p, pair in pairs.items()}, start)
 
 
