@@ -30,17 +30,15 @@ from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.packed import Spec, check_rows, layout, packed, unpacked
 
 FORMAT, VERSION = "mmkv-context", 6
-_TEXTS = ("weights", "dtype", "lead", "task", "digest")
-_LISTS = ("roles", "pictures", "learned")
+# The entries of a header, with their types.
 _HEADER = {
-    **{"version": int, "plan": dict},
-    **dict.fromkeys(_TEXTS, str),
-    **dict.fromkeys(_LISTS, list),
+    "version": int,
+    "plan": dict,
+    **dict.fromkeys(("weights", "dtype", "lead", "task", "digest"), str),
+    **dict.fromkeys(("roles", "pictures", "learned"), list),
 }
 # The most pictures that a file may state: chat templates may count them.
 _MAX_PICTURES = 10_000
-
-
 _INTEGERS = (torch.int64, torch.int32)
 # Inputs per token, [B, T], with their largest value (of ids it depends on the model).
 TOKENWISE = {"input_ids": 0, "attention_mask": 1, "token_type_ids": 2, "mm_token_type_ids": 2}
