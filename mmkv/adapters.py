@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -160,6 +161,14 @@ class Adapter:
     image_token_ids: tuple[int, ...]  # images and videos in `input_ids`; () for a text model
     facts: Decoder
     ranks: int = 1  # number of processes that share each layer's heads (tensor parallelism)
+    # For each layer a weight, its address and version, and what was computed of it.
+    computed: dict[int, tuple[ref[Tensor], int, int, Tensor]] = field(
+        default_factory=dict[int, "tuple[ref[Tensor], int, int, Tensor]"], repr=False
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: nothing is computed of its weights yet."""
+        return {**vars(self), "computed": {}}
 
     def added(self, index: int, output: Tensor) -> Tensor:
         """Return what a block adds to the residual stream, from its attention module's output."""
@@ -194,6 +203,23 @@ class Adapter:
             weight = (linear(unit) - linear(unit[:1] * 0)).T
         heads = self.config.num_attention_heads // self.ranks
         return weight.unflatten(1, (heads, -1)).transpose(0, 1)
+
+    def of_output_weight(self, index: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `function`, the same in each call, of `output_weight`, and keep it for next time.
+
+        It is computed anew if the weight was replaced or written to, but for a write to
+        `weight.data`, of which torch does not know.
+        """
+        linear: Any = getattr(self.attentions[index], self.facts.output)
+        weight: Tensor = linear.weight
+        if type(linear) is not nn.Linear or self.ranks > 1 or weight.is_inference():
+            return function(self.output_weight(index))
+        now = weight.data_ptr(), weight._version
+        of, *then, found = self.computed.get(index, (None, None))
+        if of is None or of() is not weight or then != [*now]:
+            found = function(self.output_weight(index))
+            self.computed[index] = ref(weight), *now, found
+        return found
 
     def pair_shape(self, index: int) -> tuple[int, int]:
         """Return H and D of a layer: its number of key-value heads, and their dimension."""

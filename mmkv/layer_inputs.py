@@ -20,6 +20,10 @@ class Rotation(NamedTuple):
     sin: Tensor
     interleaved: bool = False
 
+    def of(self, rows: slice, first: int) -> Rotation:
+        """Return those of some rows, from a token on."""
+        return Rotation(self.cos[rows, first:], self.sin[rows, first:], self.interleaved)
+
 
 @dataclass(frozen=True, eq=False)
 class Rotary:
@@ -41,11 +45,15 @@ class Rotary:
 
     def moved(self, x: Tensor, to: Rotation) -> Tensor:
         """Return `rotate(undo(x), *to)`, in one pass: queries or keys moved to another position."""
+        return rotate(x, *self.rotation(to))
+
+    def rotation(self, to: Rotation) -> Rotation:
+        """Return what moves queries or keys of these tokens to another position."""
         old_cos, old_sin = self.cos.float(), self.sin.float()
         size = old_cos**2 + old_sin**2
         cos = (to.cos * old_cos + to.sin * old_sin) / size
         sin = (to.sin * old_cos - to.cos * old_sin) / size
-        return rotate(x, cos, sin, self.interleaved)
+        return Rotation(cos, sin, self.interleaved)
 
     def last(self, n: int) -> Rotary:
         """Return the embedding of the last n tokens, copied."""
@@ -151,6 +159,8 @@ class LayerInputs:
         rotary: embedding of the last Q tokens; None if the score does not read it (`uses_rotary`),
             or the layer has none.
         weight: function that returns the output projection [Hq, hidden, Dv], see `output_weight`.
+        of_weight: function that returns what a function computes of that, [Hq, ...], and keeps it
+            for the next prompt; None: it is computed anew.
         head: int64 [B], each row's key-value head, if each head is a row; otherwise None.
     """
 
@@ -168,6 +178,7 @@ class LayerInputs:
     layer_idx: int = 0
     rotary: Rotary | None = None
     weight: Callable[[], Tensor] | None = None
+    of_weight: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
     head: Tensor | None = None
 
     @property
@@ -189,10 +200,23 @@ class LayerInputs:
             raise ValueError(
                 "output_weight is not known: these inputs do not come from a model's layer"
             )
-        weight = self.weight()
-        if self.head is None:
-            return weight[None]
-        return weight.unflatten(0, (-1, self.query.shape[1]))[self.head]
+        return self._of_rows(self.weight())
+
+    def of_output_weight(self, function: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Return a function of `output_weight`, [1 or B, Hq, ...]; None if that is not known.
+
+        The function is the same in each call, as a model keeps its result for the next prompt.
+        """
+        if self.weight is None:
+            return None
+        keep = self.of_weight
+        return self._of_rows(function(self.weight()) if keep is None else keep(function))
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        """Return the query heads [Hq, ...] of each row, [1 or B, Hq, ...]."""
+        return (
+            x[None] if self.head is None else x.unflatten(0, (-1, self.query.shape[1]))[self.head]
+        )
 
     @property
     def plain_query(self) -> Tensor:

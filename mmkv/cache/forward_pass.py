@@ -142,6 +142,7 @@ class ForwardPass:
             layer_idx=i,
             rotary=self.rotary.get(i),
             weight=None if parts is None else partial(parts.output_weight, i),
+            of_weight=None if parts is None else partial(parts.of_output_weight, i),
         )
 
     def view(self, mask: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from mmkv.merge.reference import ReferenceQueries
 from mmkv.policy import Policy
 from mmkv.tensors import send, tile
 
-# Largest number of mask elements at a time; `tile` alone allows more on some devices.
+# Largest number of mask elements at a time on a device, which then reads all keys.
 _MASK_TILE = 2**26
 
 
@@ -133,7 +133,8 @@ class PromptKV:
         past_bias.masked_fill_(~present[..., :old], -torch.inf)
         # The mask of n queries is [R, n, U]: bound its size by taking some queries at a time.
         out: list[Tensor] = []
-        chunk = max(1, min(tile(keys.device), _MASK_TILE) // (B * H * U))
+        limit = tile(keys.device) if keys.device.type == "cpu" else _MASK_TILE
+        chunk = max(1, limit // (B * H * U))
         for start in range(0, q, chunk):
             n = min(chunk, q - start)
             if among is None:

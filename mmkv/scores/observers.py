@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mmkv.layer_inputs import Rotation, rotate
 from mmkv.parts import NonNegativeInt, PositiveInt, Score, register_part
 from mmkv.tensors import largest, rows, spans, tile
 
@@ -49,13 +50,12 @@ class Observers(Score):
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Return the largest change of the layer's output without each token."""
-        query = layer.query
-        if layer.rotary is not None:
-            query = layer.rotary.moved(layer.query, layer.rotary.ahead(1))
-        gram = None if layer.weight is None else output_gram(layer.output_weight)
+        rotary, root = layer.rotary, layer.of_output_weight(output_root)
+        rotation = None if rotary is None else rotary.rotation(rotary.ahead(1))
         options: Any = {"run": self.chunk, "stride": self.stride, "whole": self.whole}
         options |= {"scale": layer.scale, "softcap": layer.softcap, "valid": layer.valid}
-        return observer_scores(query, layer.key, layer.value, gram, bias=layer.bias, **options)
+        options |= {"bias": layer.bias, "rotation": rotation, "root": root}
+        return observer_scores(layer.query, layer.key, layer.value, **options)
 
 
 @torch.no_grad()
@@ -63,8 +63,9 @@ def observer_scores(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    gram: Tensor | None = None,
     *,
+    root: Tensor | None = None,
+    rotation: Rotation | None = None,
     run: int = 128,
     stride: int = 1,
     whole: int = 0,
@@ -87,10 +88,11 @@ def observer_scores(
     they lie, so padding changes nothing.
 
     Args:
-        query: `[B, Hq, Q, D]`, rotated to the position after the prompt, of the last `Q <= N`
-            tokens. Runs of earlier tokens are observed by the last `run` of these.
+        query: `[B, Hq, Q, D]`, of the last `Q <= N` tokens. Runs of earlier tokens are observed by
+            the last `run` of these.
         key, value: `[B, H, N, D]` after rotary embedding, and `[B, H, N, Dv]`.
-        gram: `[1 or B, Hq, Dv, Dv]` from `output_gram`; None measures head outputs, unprojected.
+        root: `[1 or B, Hq, Dv, Dv]` from `output_root`; None measures head outputs, unprojected.
+        rotation: what rotates the queries to the position after the prompt; None: they are there.
         run: most positions in a run.
         stride: every `stride`-th query of a run observes, from its first on; for runs of earlier
             tokens every `stride`-th of the last queries, from the last one backwards.
@@ -103,24 +105,29 @@ def observer_scores(
     (B, H, N, D), Q = key.shape, query.shape[2]
     if valid is None:
         valid = torch.ones(B, N, dtype=torch.bool, device=key.device)
-    root = None if gram is None else _root(gram).to(key.device).unflatten(1, (H, -1))
     options: dict[str, Any] = {"run": run, "stride": stride, "whole": whole, "softcap": softcap}
     options["scale"] = D**-0.5 if scale is None else scale
+    if root is not None:
+        root = root.to(key.device).unflatten(1, (H, -1))
     if key.device.type != "cpu":
-        return _scores(query, key, value, valid, bias, root, **options)
+        return _scores(query, key, value, valid, bias, root, rotation, **options)
     # A row at a time, without its padding: tensors stay in the CPU's cache, and runs are slices.
     scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for b in range(B):
         row, start = slice(b, b + 1), int(valid[b].to(torch.uint8).argmax())
         if not valid[b, start:].all():
             start = 0
+        first = max(0, start - (N - Q))
         scores[row, :, start:] = _scores(
-            query[row, :, max(0, start - (N - Q)) :],
+            query[row, :, first:],
             key[row, :, start:],
             value[row, :, start:],
             valid[row, start:],
             None if bias is None else bias[row, :, start:],
             root if root is None or len(root) < B else root[row],
+            None
+            if rotation is None
+            else rotation.of(row if len(rotation.cos) == B else slice(1), first),
             **options,
         )
     return scores
@@ -133,6 +140,7 @@ def _scores(
     valid: Tensor,
     bias: Tensor | None,
     root: Tensor | None,
+    rotation: Rotation | None,
     *,
     run: int,
     stride: int,
@@ -140,13 +148,18 @@ def _scores(
     scale: float,
     softcap: float | None,
 ) -> Tensor:
-    """Return `observer_scores` of all rows, given the `_root` of the gram matrices."""
+    """Return `observer_scores` of all rows."""
     (B, H, N, _), Q, G = key.shape, query.shape[2], query.shape[1] // key.shape[1]
     # Without padding runs are slices. A GPU does not check: the host would wait.
     sliced = key.device.type == "cpu" and bool(valid.all())
-    if not sliced:  # padding may hold any values, NaN included
-        key, value = (x.masked_fill(~valid[:, None, :, None], 0.0) for x in (key, value))
-        query = query.masked_fill(~valid[:, None, N - Q :, None], 0.0)
+
+    def heads_of(x: Tensor, first: int, last: int) -> Tensor:
+        """Return some heads in float32; padding, which may hold any values, is 0."""
+        x = x[:, first:last]
+        if not sliced:
+            x = x.masked_fill(~valid[:, None, N - x.shape[2] :, None], 0.0)
+        return x.float()
+
     # Some heads, and of these some runs, at a time, so that tensors stay in the CPU's cache.
     limit = tile(key.device)
     heads = min(H, max(1, limit // (B * G * N * min(run, N))))
@@ -167,12 +180,14 @@ def _scores(
     has_runs, tiny = (valid.sum(-1) > run)[:, None, None], torch.finfo(torch.float32).tiny
     scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for h in range(0, H, heads):
-        local = scores[:, h : h + heads]
-        k, v = (x[:, h : h + heads].float() for x in (key, value))
+        local, rotated = scores[:, h : h + heads], heads_of(query, h * G, (h + heads) * G)
+        if rotation is not None:
+            rotated = rotate(rotated, *rotation)
+        roots = None if root is None else root[:, h : h + heads]
         arguments = (
-            query[:, h * G : (h + heads) * G].float() * scale,
-            k,
-            _table(v, G, None if root is None else root[:, h : h + heads], valid),
+            rotated.mul_(scale) if rotation is not None else rotated * scale,
+            heads_of(key, h, h + heads),
+            _table(heads_of(value, h, h + heads), G, roots, valid),
             softcap,
             None if bias is None else bias[:, h : h + heads].float(),
         )
@@ -279,14 +294,18 @@ def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor) -> Te
     return torch.cat([value, torch.ones_like(value[..., :1]), _half_square(value)], dim=-1)
 
 
-def output_gram(weight: Tensor) -> Tensor:
-    """Return the gram matrices of an output projection `[..., Hq, hidden, Dv]` by query head.
+def output_root(weight: Tensor) -> Tensor:
+    """Return square matrices of an output projection `[..., Hq, hidden, Dv]`, by query head.
 
     Returns:
-        float32 `[..., Hq, Dv, Dv]`: `|weight[g] x| ** 2 = x' gram[g] x`.
+        float32 `[..., Hq, Dv, Dv]`: `|weight[g] x| ** 2 = |x' root[g]| ** 2`, to a millionth.
     """
     weight = weight.detach().float()
-    return weight.mT @ weight
+    matrix = (weight.mT @ weight).double()
+    # Rounding may make a singular matrix slightly indefinite.
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(min=1e-30)
+    matrix.diagonal(dim1=-2, dim2=-1).add_(1e-6 * largest)
+    return torch.linalg.cholesky_ex(matrix)[0].float()
 
 
 def _runs(valid: Tensor, run: int, *, alike: bool) -> list[Tensor]:
@@ -338,15 +357,6 @@ def _tokens_of(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
     if starts[-1] - starts[0] == (n - 1) * C:  # a view
         return x[:, :, starts[0] : starts[-1] + C].unflatten(2, (n, C))
     return torch.stack([x[:, :, i : i + C] for i in starts], dim=2)
-
-
-def _root(gram: Tensor) -> Tensor:
-    """Return float32 [..., Dv, Dv] such that `x' gram x = |x' root| ** 2`, to a millionth."""
-    matrix = gram.double()
-    # Rounding may make a singular matrix slightly indefinite.
-    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(min=1e-30)
-    matrix.diagonal(dim1=-2, dim2=-1).add_(1e-6 * largest)
-    return torch.linalg.cholesky_ex(matrix)[0].float()
 
 
 def _half_square(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Groups in the cache: what must hold exactly, beside the oracles that run for every policy."""
 
+import copy
 from itertools import chain
 
 import pytest
@@ -12,7 +13,8 @@ from helpers.oracle import ROWS, generate, prefilled
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.scores.observers import Observers, observer_scores, output_gram
+from mmkv.scores import observers
+from mmkv.scores.observers import Observers, observer_scores, output_root
 
 
 def slots_of(cache, layer: int, b: int, h: int) -> tuple[set[int], list[list[int]]]:
@@ -153,7 +155,7 @@ def test_observers_are_rotated_behind_the_prompt():
     cos, sin = rotary(hidden, torch.full((1, 50), 50))
     asked, _ = modeling_llama.apply_rotary_pos_emb(raw, raw, cos, sin)
     weight = attn.o_proj.weight.view(64, 4, 16).transpose(0, 1)
-    want = observer_scores(asked, layer.key, layer.value, output_gram(weight)[None], stride=3)
+    want = observer_scores(asked, layer.key, layer.value, root=output_root(weight)[None], stride=3)
     got = Observers(stride=3)(layer)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
@@ -217,3 +219,28 @@ def test_a_token_keeps_the_largest_score_of_all_turns(models, monkeypatch):
         n = kept[0][layer].shape[-1]
         want = place.gather(-1, best.topk(n, dim=-1).indices).sort(-1).values
         assert torch.equal(kept[0][layer], want)
+
+
+def test_root_of_the_output_projection_is_computed_once_until_it_changes(monkeypatch):
+    """A new prompt takes the root of the last one, but not that of other weights."""
+    model, inputs, calls = make_model("llama"), make_inputs("llama", (90,)), []
+    root = observers.output_root
+    monkeypatch.setattr(observers, "output_root", lambda x: calls.append(x) or root(x))
+    linear = model.model.layers[0].self_attn.o_proj
+    changes = [
+        lambda: linear.weight.mul_(torch.linspace(0, 4, 64)),
+        lambda: setattr(linear, "weight", torch.nn.Parameter(linear.weight.flip(0, 1))),
+    ]
+    with torch.no_grad(), mmkv.wrapped(model, "condense", 0.2, least=0):
+        model(**inputs)
+        n_layers = len(calls)
+        model(**inputs)
+        assert len(calls) == n_layers == model.config.num_hidden_layers
+        for change in changes:
+            change()
+            del calls[:]
+            got = model(**inputs).past_key_values.kept(0)
+            assert len(calls) == 1
+            fresh = copy.deepcopy(model)  # of its weights nothing is computed yet
+            assert torch.equal(got, fresh(**inputs).past_key_values.kept(0))
+            assert len(calls) == 1 + n_layers

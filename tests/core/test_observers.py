@@ -8,7 +8,7 @@ from torch import Tensor
 
 from helpers.models import left_padded
 from mmkv import tensors as tiling
-from mmkv.scores.observers import observer_scores, output_gram
+from mmkv.scores.observers import observer_scores, output_root
 
 LAYOUTS = [(4, 4), (6, 2), (3, 1)]  # (Hq, H)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -20,8 +20,8 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return (1.5 * torch.randn(*shape, generator=generator)).to(dtype)
 
 
-def gram_of(weight: Tensor, heads: int) -> Tensor:
-    return output_gram(weight.unflatten(1, (heads, -1)).transpose(0, 1))[None]
+def root_of(weight: Tensor, heads: int) -> Tensor:
+    return output_root(weight.unflatten(1, (heads, -1)).transpose(0, 1))[None]
 
 
 def naive(query, key, value, weight, *, run, scale, softcap=None, bias=None, stride=1) -> Tensor:
@@ -64,7 +64,13 @@ def test_equals_the_loop_on_each_row_alone(layout, dtype, stride):
     query, key = random(B, Hq, N, D, seed=1, dtype=dtype), random(B, H, N, D, seed=2, dtype=dtype)
     value, weight = random(B, H, N, Dv, seed=3, dtype=dtype), random(10, Hq * Dv, seed=4)
     got = observer_scores(
-        query, key, value, gram_of(weight, Hq), run=8, stride=stride, valid=left_padded(N, padding)
+        query,
+        key,
+        value,
+        root=root_of(weight, Hq),
+        run=8,
+        stride=stride,
+        valid=left_padded(N, padding),
     )
     assert got.dtype == torch.float32
     for b, pad in enumerate(padding):

@@ -2,6 +2,7 @@
 
 import gc
 import resource
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -53,3 +54,26 @@ def bounded():
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class Live(TorchDispatchMode):
+    """The most bytes alive at once of storages that operations made, on meta tensors too."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self.storages = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = {id(x.untyped_storage()) for x in tensors_in((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tensors_in(out)):
+            if id(storage) not in before and storage not in self.storages:
+                self.storages.add(storage)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def _free(self, nbytes):
+        self.now -= nbytes
