@@ -1,7 +1,8 @@
 """Ask a server for the planted numbers of the documents suite (docs/serving.md).
 
-`python docs/ask_numbers.py URL MODEL TOKENIZER`: the server's address, the name that it serves, and
-the model whose tokens measure the texts. Prints how many of 20 replies contain the number.
+`python docs/ask_numbers.py URL MODEL TOKENIZER [PROMPTS]`: the server's address, the name that it
+serves, and the model whose tokens measure the texts. Prints how many of 20 replies, or of so many,
+contain the number.
 """
 
 import json
@@ -23,10 +24,10 @@ def asked(url: str, model: str, prompt: str, tokens: int) -> str:
         return json.load(response)["choices"][0]["message"]["content"]
 
 
-def main(url: str, model: str, name: str) -> None:
+def main(url: str, model: str, name: str, prompts: int = 20) -> None:
     """Ask all questions, one after another."""
     count = token_counter(name)
-    samples = load_suite("documents", "novels", tasks=["needle"], limit=20, count=count)
+    samples = load_suite("documents", "novels", tasks=["needle"], limit=prompts, count=count)
     right = 0
     for sample in samples:
         reply = asked(url, model, sample.prompt, sample.max_new_tokens)
@@ -37,4 +38,4 @@ def main(url: str, model: str, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
