@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -318,7 +319,7 @@ def test_variants():
 
 
 @pytest.mark.slow
-def test_accelerate_launches_two(tmp_path, monkeypatch):
+def test_two_processes_write_the_rows_of_one(tmp_path, monkeypatch):
     """Each has a part of the batches; the rows are those of one process."""
     folder, script = save_model(tmp_path / "model"), tmp_path / "work.py"
     script.write_text(
@@ -329,18 +330,24 @@ def test_accelerate_launches_two(tmp_path, monkeypatch):
         f"runner.run(model, AutoTokenizer.from_pretrained({str(folder)!r}), make_samples(),\n"
         "    out=sys.argv[1], policies=['snapkv', 'h2o'], budgets=[0.5], batch_size=1)\n"
     )
-    # Despite its name, the option only asks for several processes on this machine.
-    two = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2"]
-    two += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What `accelerate launch` tells each process.
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, *two, "--main_process_port=0", script, tmp_path / "two"],
-        env=env | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    env |= {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, script, tmp_path / "two"]
+    both = [
+        subprocess.Popen(command, env=env | {"RANK": str(i), "LOCAL_RANK": str(i)})
+        for i in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=300) for process in both] == [0, 0]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
     monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "one")])
     runpy.run_path(str(script))
     one, both = (read_rows(tmp_path / name / "rows.jsonl") for name in ("one", "two"))
