@@ -291,13 +291,9 @@ IN_CHUNKS = ["h2o", "prefixkv", "snapkv", "adakv", "xkv", "streaming"]
     "variant, chunk",
     [(x, None) for x in VARIANTS]
     + ([] if older_than("5.21") else [(Variant(x), 13) for x in IN_CHUNKS]),
-    "h2o",
-    "prefixkv",
-    "snapkv",
+    *((Variant("h2o"), None), (Variant("prefixkv"), None), (Variant("snapkv"), None)),
     "snapkv-heads=global",
-    "adakv",
-    "xkv",
-    "streaming",
+    *((Variant("adakv"), None), (Variant("streaming"), None)),
     ids=str,
 )
 def test_later_turns_keep_highest_scores(models, variant, chunk):

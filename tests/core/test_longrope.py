@@ -54,8 +54,17 @@ def close(got, expected):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("length", [50, SHORT - 1, SHORT, SHORT + 1, 90])
-@pytest.mark.parametrize("replays", [False, True], ids=["steps", "replayed"])
+@pytest.mark.parametrize(
+    ("length", "replays"),
+    [
+        (50, False),
+        (50, True),
+        (SHORT - 1, False),
+        (SHORT, True),
+        (SHORT + 1, False),
+        (90, True),
+    ],
+)
 def test_full_budget_with_longrope_equals_the_unwrapped_model(phi, monkeypatch, length, replays):
     """At every place of the change: behind, within and before the reply."""
     if replays:

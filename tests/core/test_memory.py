@@ -10,6 +10,7 @@ import torch
 import mmkv
 from helpers import zoo
 from helpers.configs import CONFIGS
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from mmkv.memory import EIGHT_BITS_FROM, Memory, allot
 
@@ -116,9 +117,10 @@ def test_a_share_is_of_the_models_own_type():
         assert wide.budget() == pytest.approx(narrow.budget(), rel=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("policy", "dtype"),
+@cases(
+    "policy, dtype",
     [(x, (torch.float32, torch.bfloat16)[i % 2]) for i, x in enumerate(POLICIES)],
+    *("condense", "snapkv", "adakv"),
 )
 def test_bytes_held_after_a_prompt_are_within_the_share(policy, dtype):
     """And nearly all of it is used, where heads have no sizes that are known too late."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mmkv
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import generate
 from mmkv.cache.forward_pass import current
@@ -30,12 +31,13 @@ def after_all(model):
 PLACES = in_decoder, in_tower, before_all, after_all
 
 
-@pytest.mark.parametrize(
-    ("place", "policy"),
+@cases(
+    "place, policy",
     [
         *zip(PLACES, ("snapkv", "prefixkv", "kvzip", "lookm"), strict=True),
         *zip(PLACES, ("prefixkv", "xkv", "snapkv", "kvzip"), strict=True),
     ],
+    *((in_tower, "prefixkv"), (before_all, "kvzip"), (in_decoder, "prefixkv")),
 )
 def test_a_hook_may_run_another_wrapped_model(place, policy):
     """It is asked in each pass, and neither of them notices the other."""

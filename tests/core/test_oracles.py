@@ -13,6 +13,7 @@ from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import (
+    FIRST,
     IN_ROWS,
     READING,
     ROWS,
@@ -29,7 +30,7 @@ from helpers.oracle import (
 MERGED = ("prefixkv-merge=position",)
 
 
-@cases("variant, rows", IN_ROWS, *USUAL, *MERGED, ids=str)
+@cases("variant, rows", IN_ROWS, *FIRST, "full", "squeeze", *MERGED, ids=str)
 def test_eviction_equals_masking(models, variant, rows):
     """The definition of correct: evicting is masking, in the prefill's set and in every step's."""
     name = {"one": "llama-mha", "padded": "llava-llama"}[rows]

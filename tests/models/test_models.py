@@ -77,7 +77,7 @@ def test_masking_oracle_fails_on_wrong_set(kind):
         assert (fed(model, inputs, tokens)[0] - logits)[1:].abs().max() > 1e-3
 
 
-@cases("name", NAMES, *FEW)
+@cases("name", [*OWN_DECODER, *SHELLS[::3]], *FEW)
 def test_a_prompt_in_chunks(name):
     """Each chunk is masked as the model masks it, pictures that see all of themselves too."""
     model = model_of(name)
@@ -176,7 +176,7 @@ def test_image_and_video_tokens_compete(name):
     assert dropped > 0
 
 
-@cases("name", NAMES, *FEW)
+@cases("name", [*OWN_DECODER, *SHELLS[::3]], *FEW)
 def test_mini_prefill_scores_the_compressed_layers(name):
     """XKV's first pass finds the sizes that one pass finds; sliding layers do not count."""
     model = model_of(name)
