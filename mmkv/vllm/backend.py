@@ -207,7 +207,9 @@ class Impl(AttentionImpl[Metadata]):
         for (pages, meta), part in zip(units, pairs.chunk(len(units), 1), strict=True):
             pages.pairs[meta.block, :, meta.slot] = part
         if len(plan.at):
-            keys, values, weights = self._gathered(units, [meta.table for _, meta in units])
+            tables = [meta.table for _, meta in units]
+            keys, values = self._gathered(units, tables, "pairs").chunk(2, -1)
+            weights = self._gathered(units, tables, "weights")
             bias = torch.where(plan.compressed, weights, plan.other).to(query.dtype)[:, :, None]
             out[plan.at] = scaled_dot_product_attention(
                 query[plan.at], keys, values, bias, scale=self.scale
@@ -216,20 +218,13 @@ class Impl(AttentionImpl[Metadata]):
             self._row(layer, units, row, query, pairs, out)
         return output
 
-    def _gathered(self, units: Any, tables: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys and values [R, H, n, D] and weights [R, H, n] of blocks [R, W]."""
-        pairs, weights = (
-            torch.cat(
-                [
-                    getattr(pages, name)[table].transpose(1, 2).flatten(2, 3)
-                    for (pages, _), table in zip(units, tables, strict=True)
-                ],
-                1,
-            )
-            for name in Pages._fields
-        )
-        keys, values = pairs.chunk(2, -1)
-        return keys, values, weights
+    def _gathered(self, units: Any, tables: list[Tensor], name: str) -> Tensor:
+        """Return the pairs [R, H, n, 2 * D] or the weights [R, H, n] of blocks [R, W]."""
+        parts = [
+            getattr(pages, name)[table].transpose(1, 2).flatten(2, 3)
+            for (pages, _), table in zip(units, tables, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def _row(
         self, layer: Any, units: Any, row: Row, query: Tensor, pairs: Tensor, out: Tensor
@@ -241,7 +236,7 @@ class Impl(AttentionImpl[Metadata]):
         if n:
             tokens = slice(row.start, row.start + n)
             if row.computed:
-                keys, values, _ = (x[0, :, :end] for x in self._blocks(units, row, 0, end))
+                keys, values = self._blocks(units, row, 0, end, "pairs")[:, :end].chunk(2, -1)
             else:
                 keys, values = pairs[tokens].transpose(0, 1).chunk(2, -1)
             out[tokens] = causal(query[tokens], keys, values, self.scale)
@@ -251,17 +246,23 @@ class Impl(AttentionImpl[Metadata]):
                     self._compress(layer, units, row)
         if row.until > end:  # tokens behind a compressed prefix
             tokens = slice(row.start + n, row.start + row.until - row.computed)
-            keys, values, weights = (x[0] for x in self._blocks(units, row, row.dropped, row.until))
+            held = units, row, row.dropped, row.until
+            keys, values = self._blocks(*held, "pairs").chunk(2, -1)
+            weights = self._blocks(*held, "weights")
             position = torch.arange(keys.shape[1], device=keys.device) + row.dropped * size
             last = torch.arange(row.computed + n, row.until, device=keys.device)[:, None]
             bias = torch.where(position < b, weights, 0.0)[:, None]
             bias = bias.masked_fill(position > last, -torch.inf)[:, None].to(query.dtype)
             out[tokens] = attend(query[tokens], keys, values, self.scale, attn_mask=bias)
 
-    def _blocks(self, units: Any, row: Row, first: int, until: int) -> Any:
-        """Return what `_gathered` does of a row's blocks from `first` on, those up to a token."""
+    def _blocks(self, units: Any, row: Row, first: int, until: int, name: str) -> Tensor:
+        """Return what `_gathered` does of a row's blocks from `first` on, those up to a token.
+
+        Without the leading dimension.
+        """
         stop = -(-until // units[0][0].pairs.shape[2])
-        return self._gathered(units, [m.all_blocks[row.index, None, first:stop] for _, m in units])
+        tables = [m.all_blocks[row.index, None, first:stop] for _, m in units]
+        return self._gathered(units, tables, name)[0]
 
     def _remember(self, layer: Any, row: Row, query: Tensor) -> None:
         """Keep the queries of a chunk that the policy needs at the boundary."""
@@ -276,11 +277,11 @@ class Impl(AttentionImpl[Metadata]):
     def _compress(self, layer: Any, units: Any, row: Row) -> None:
         b, size, policy = row.boundary, units[0][0].pairs.shape[2], layer.settings.policy
         first = row.dropped * size
-        keys, values, _ = (x[0, :, :b] for x in self._blocks(units, row, 0, b))
+        keys, values = self._blocks(units, row, 0, b, "pairs")[:, :b].chunk(2, -1)
         prompt = Prompt(
             torch.cat(batch.seen[row.request].pop(layer.layer_name)).transpose(0, 1).float(),
-            keys.float(),
-            values.float(),
+            keys.float().contiguous(),  # rows are read by index, many times
+            values.float().contiguous(),
             self.scale,
             batch.rotary(layer.layer_name),
             lambda: batch.output_weights(layer),
