@@ -32,6 +32,8 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
+    from mmkv.merge import groups
+    from mmkv.scores import observers
     from mmkv.vllm import backend
 
     on_cpu, options = current_platform.is_cpu(), dict[str, Any]()
@@ -82,8 +84,10 @@ def main() -> None:
         return preempt(request, *args, **kwargs)
 
     core.model_executor.execute_model, core.scheduler._preempt_request = timed, counted
-    for name in ("compress", "causal"):
-        setattr(backend, name, adding(name, getattr(backend, name)))
+    # The last two are parts of the first: products and softmax of observers, and of k-means.
+    inner = (observers, "_changes"), (groups, "_k_means")
+    for module, name in ((backend, "compress"), (backend, "causal"), *inner):
+        setattr(module, name, adding(name, getattr(module, name)))
     lengths = (
         [900 - 3 * i for i in range(20)] if arguments.capacity else [900 - i for i in range(8)]
     )
