@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mmkv
 from helpers import zoo
 from helpers.commands import run
-from helpers.marks import since
+from helpers.marks import cases, since
 from helpers.models import make_inputs, make_model
 from mmkv.cache.allotment import empty_slots
 from mmkv.eval.speed.cards import CARDS
@@ -95,8 +95,8 @@ def test_default_prompt_fits_the_model(capsys):
     assert "beyond the 8,192 positions" in run(capsys, "plan", "smollm2", "--prompt", 9000)[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "budget", "options"),
+@cases(
+    "name, budget, options",
     [
         ("snapkv", 0.2, {"decode": "rounds", "every": 16, "latest": 8}),
         ("snapkv", 30, {"decode": "rounds", "every": 8, "latest": 40}),
@@ -108,6 +108,7 @@ def test_default_prompt_fits_the_model(capsys):
         ("condense", 20, {}),
         ("h2o", 0.2, {"least": 64}),
     ],
+    *("prefixkv", "h2o"),
 )
 def test_planned_tokens_equal_real_cache_after_each_step(name, budget, options):
     """Tokens of a layer, per head."""

@@ -47,7 +47,7 @@ def decoder_of(name: str) -> str:
     "name, policy",
     [(name, policy) for name in OWN_DECODER for policy in ("adakv", "h2o", "condense")]
     + [(name, ("adakv", "h2o", "condense")[i % 3]) for i, name in enumerate(SHELLS)],
-    *((name, "adakv") for name in OFTEN[::2] if name in OWN_DECODER),
+    *((name, "adakv") for name in OFTEN[::3] if name in OWN_DECODER),
     *((name, "condense") for name in FEW if name in OWN_DECODER),
     (SHELLS[0], "adakv"),
 )
