@@ -196,7 +196,7 @@ def _store(
             for x in (slots.tokens, slots.positions)
         )
         keys, values = (_gathered(x, index[:, None], tokens) for x in (slots.keys, slots.values))
-        stored: PlainKV | QuantizedKV = PlainKV(keys, values)
+        stored: PlainKV | QuantizedKV = PlainKV.of(keys, values)
         if plan.kv_dtype is not None:
             filled, opened = positions >= 0, n_newest > 0
             stored = QuantizedKV.of(

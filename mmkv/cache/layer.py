@@ -181,18 +181,21 @@ class KeptKV:
         key, value = key.detach().flatten(0, 1), value.detach().flatten(0, 1)
         if (rotation := self.blocks[0].stored.rotation) is not None:
             rows, key = rows.to(rotation.dtype) @ rotation, key.to(rotation.dtype) @ rotation
-        inputs = [rows, key, value]
+        new = self.blocks[0].stored.new(key, value)
+        inputs = [rows[None], *new]  # rows are their second dimension
         if masked is not None:
-            inputs.append(masked.repeat_interleave(self.heads, dim=0))
+            inputs.append(masked.repeat_interleave(self.heads, dim=0)[None])
         order, inverse = self._order
         if order is None:
-            parts = [[x[block.rows] for x in inputs] for block in self.blocks]
+            parts = [[x[:, block.rows] for x in inputs] for block in self.blocks]
         else:
             sizes = [len(b.positions) for b in self.blocks]
-            parts = [list(x) for x in zip(*(x[order].split(sizes) for x in inputs), strict=True)]
+            split = (x.index_select(1, order).split(sizes, 1) for x in inputs)
+            parts = [list(x) for x in zip(*split, strict=True)]
+        n = 1 + len(new)
         out = [
-            block.step(x, k, v, mask[0] if mask else None, step)
-            for block, (x, k, v, *mask) in zip(self.blocks, parts, strict=True)
+            block.step(x[0][0], x[1:n], x[n][0] if x[n:] else None, step)
+            for block, x in zip(self.blocks, parts, strict=True)
         ]
         joined = out[0] if len(out) == 1 else torch.cat(out)
         if inverse is not None:

@@ -225,7 +225,7 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
         x = {k: slots.put(tensors[k], rows, capacity, -(k == "positions")) for k in names}
         positions, index = x["positions"].int(), torch.from_numpy(rows).to(device)
         if plan.kv_dtype is None:
-            stored: PlainKV | QuantizedKV = PlainKV(x["keys"], x["values"])
+            stored: PlainKV | QuantizedKV = PlainKV.of(x["keys"], x["values"])
         else:
             ranges = x["ranges"].permute(0, 2, 3, 1).contiguous()
             ranges[:, 0].masked_fill_(positions[:, None] < 0, 1.0)

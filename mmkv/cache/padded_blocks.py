@@ -7,6 +7,7 @@ attention call, so per-head sizes free memory without a loop over heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -158,18 +159,18 @@ class PaddedBlock:
         return self.positions.scatter(1, inside, kept)
 
     def step(
-        self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor | None, step: Step
+        self, query: Tensor, new: Sequence[Tensor], masked: Tensor | None, step: Step
     ) -> Tensor:
         """Write the pairs of q new tokens, attend to all slots, and drop the tokens they displace.
 
-        Queries are [R, G * q, D], keys and values [R, q, D]; `masked`, bool [R, T], is True at the
-        positions that the attention mask hides.
+        Queries are [R, G * q, D], `new` the result of `stored.new`; `masked`, bool [R, T], is True
+        at the positions that the attention mask hides.
         """
         if step.clock is None:
-            self.append(key, value, step.first)
+            self.append(new, step.q, step.first)
         else:
             slots = self.schedule.slots_at(step.clock.row)
-            self.stored.place(key, value, slots, step.clock.place)
+            self.stored.place(new, slots, step.clock.place)
             self._fill(slots, step.clock.position)
         out = self._attend(query, step, masked)
         self._advance(step)
@@ -180,24 +181,24 @@ class PaddedBlock:
         self.schedule.now = None
         self.schedule.advance(step.q)
 
-    def append(self, key: Tensor, value: Tensor, position: int) -> None:
-        """Write the pairs [R, q, D] of q new tokens, the first at `position`, into their slots."""
-        q = key.shape[1]
+    def append(self, new: Sequence[Tensor], q: int, position: int) -> None:
+        """Write the pairs of q new tokens, the first at `position`, into their slots."""
+        device = self.positions.device
         if self.frozen:
             self.thaw()
         if self.schedule.now is None:
-            self.schedule.look_up(self.positions.device)
+            self.schedule.look_up(device)
         assert self.schedule.now is not None
         slots, width = self.schedule.now
         if (width := width + q - 1) > self.stored.slots:
             self._ensure(width, spare(width, position + q))
-        self.stored.write(key, value, slots, position)
+        self.stored.write(new, slots, position)
         if not isinstance(slots, int):
             self._fill(slots, position)
         elif self.schedule.drops:
             where = (slice(None), slice(slots, slots + q))
-            new = torch.arange(position, position + q, device=key.device) if q > 1 else position
-            self.positions[where] = new
+            at = torch.arange(position, position + q, device=device) if q > 1 else position
+            self.positions[where] = at
             if self.bias is not None and self.log_weights is not None:
                 self.bias[:, 0, slots : slots + q] = 0.0
             for x in self._zero_for_new:
@@ -205,7 +206,7 @@ class PaddedBlock:
         elif self.positions_ahead[0] < slots + q or self.positions_ahead[1] != position - slots:
             # These slots and all after them are empty, so their later positions are known.
             end, offset = self.positions.shape[1], position - slots
-            self.positions[:, slots:] = torch.arange(position, end + offset, device=key.device)
+            self.positions[:, slots:] = torch.arange(position, end + offset, device=device)
             self.positions_ahead = end, offset
 
     def _fill(self, slots: Tensor, position: int | Tensor) -> None:
@@ -224,8 +225,8 @@ class PaddedBlock:
 
     @property
     def _zero_for_new(self) -> list[Tensor]:
-        """Tensors [R, S] that are 0 for a new token."""
-        return [] if self.log_weights is None else [self.log_weights]
+        """Tensors [R, S] that are 0 for a new token, where its slot was another one's."""
+        return [self.log_weights] if self.log_weights is not None and self.schedule.drops else []
 
     def _attend(self, query: Tensor, step: Step, masked: Tensor | None) -> Tensor:
         """Attend from q new tokens, already appended, to the slots in use; causal among the new."""

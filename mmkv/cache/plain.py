@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 
-@dataclass(eq=False)
 class PlainKV:
-    """The pairs of R rows in S slots, in the model's type; what is done to `QuantizedKV` too."""
+    """The pairs of R rows in S slots, in the model's type; what is done to `QuantizedKV` too.
 
-    keys: Tensor  # [R, S, D]
-    values: Tensor  # [R, S, Dv]
+    Attributes:
+        stores: one tensor [2, R, S, D] of keys and values, so that a step writes once; two of
+            [1, R, S, D] and [1, R, S, Dv] if they differ in size or type.
+        keys, values: [R, S, D] and [R, S, Dv], views of these.
+    """
+
     rotation = None
 
-    def __post_init__(self) -> None:
-        """Number the rows."""
+    def __init__(self, *stores: Tensor) -> None:
+        self.stores = stores
+        self.keys, self.values = (x for store in stores for x in store)
         self.rows = torch.arange(len(self.keys), device=self.keys.device)
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> PlainKV:
+        """Hold keys [R, S, D] and values [R, S, Dv]."""
+        if keys.shape == values.shape and keys.dtype == values.dtype:
+            return cls(torch.stack([keys, values]))
+        return cls(keys[None], values[None])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -36,7 +45,7 @@ class PlainKV:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages."""
-        return sum(x.untyped_storage().nbytes() for x in (self.keys, self.values))
+        return sum(x.untyped_storage().nbytes() for x in self.stores)
 
     @property
     def full_pair_bytes(self) -> int:
@@ -62,18 +71,22 @@ class PlainKV:
         """Return that all q tokens are written at once."""
         return [q]
 
-    def write(self, key: Tensor, value: Tensor, slots: int | Tensor, position: int) -> None:
-        """Write the pairs [R, q, D] of new tokens to the slots from `slots` on, or one to its."""
-        if isinstance(slots, int):
-            where: Any = slice(None), slice(slots, slots + key.shape[1])
-            self.keys[where], self.values[where] = key, value
-        else:
-            self.place(key, value, slots, slots)
+    def new(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return new pairs, keys [R, q, D] and values [R, q, Dv], as `stores` has them."""
+        return [torch.stack([key, value])] if len(self.stores) == 1 else [key[None], value[None]]
 
-    def place(self, key: Tensor, value: Tensor, slots: Tensor, place: Tensor) -> None:
-        """Write the pair [R, 1, D] of one token into each row's slot [R or 1]."""
-        where = self.rows, slots
-        self.keys[where], self.values[where] = key[:, 0], value[:, 0]
+    def write(self, new: Sequence[Tensor], slots: int | Tensor, position: int) -> None:
+        """Write the pairs of q `new` tokens to the slots from `slots` on, or one to its."""
+        if isinstance(slots, int):
+            for store, x in zip(self.stores, new, strict=True):
+                store[:, :, slots : slots + x.shape[2]] = x
+        else:
+            self.place(new, slots, slots)
+
+    def place(self, new: Sequence[Tensor], slots: Tensor, place: Tensor) -> None:
+        """Write the pair of one `new` token into each row's slot [R or 1]."""
+        for store, x in zip(self.stores, new, strict=True):
+            store[:, self.rows, slots] = x[:, :, 0]
 
     def make_room(self, position: int) -> None:
         """Do nothing: a token's slot is there."""
@@ -84,8 +97,8 @@ class PlainKV:
 
     def index_select(self, rows: Tensor) -> PlainKV:
         """Return a copy of the rows, which may repeat."""
-        return PlainKV(self.keys.index_select(0, rows), self.values.index_select(0, rows))
+        return PlainKV(*(x.index_select(1, rows) for x in self.stores))
 
     def grown(self, n_new: int) -> PlainKV:
         """Return the same pairs with `n_new` empty slots after them, in new storage."""
-        return PlainKV(*(pad(x, (0, 0, 0, n_new)) for x in (self.keys, self.values)))
+        return PlainKV(*(pad(x, (0, 0, 0, n_new)) for x in self.stores))

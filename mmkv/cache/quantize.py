@@ -8,7 +8,7 @@ at least the newest `NEWEST` are exact, as in KIVI (arXiv 2402.02750).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -182,13 +182,18 @@ class QuantizedKV:
         rest = [BULK] * ((q - first) // BULK) + [(q - first) % BULK]
         return [n for n in [first, *rest] if n]
 
-    def write(self, key: Tensor, value: Tensor, slots: int | Tensor, position: int) -> None:
+    def new(self, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return new pairs, rotated keys [R, q, D] and values [R, q, Dv], as `write` takes them."""
+        return [key[None], value[None]]
+
+    def write(self, new: Sequence[Tensor], slots: int | Tensor, position: int) -> None:
         """Put the pairs of q new tokens, one of `pieces`, into the window; the first at `position`.
 
-        Keys [R, q, D] are rotated. `slots` is the first of q slots that all rows use, or int64 [R]
+        `slots` is the first of q slots that all rows use, or int64 [R]
         for one token.
         """
         self.make_room(position)
+        (key,), (value,) = new
         q, place = key.shape[1], self.place_of(position)
         pairs = _pairs(key - self.mean, value).to(self.dtype)
         self.exact[:, place : place + q] = pairs
@@ -200,11 +205,12 @@ class QuantizedKV:
         for i in range(q) if self.reuses else ():
             self._replace(pairs[:, i : i + 1], slots + i)
 
-    def place(self, key: Tensor, value: Tensor, slots: Tensor, place: Tensor) -> None:
+    def place(self, new: Sequence[Tensor], slots: Tensor, place: Tensor) -> None:
         """Put one token's pair at a place [1] of the window, in a replayed step.
 
         The host has called `make_room`; slots are int64 [R or 1].
         """
+        (key,), (value,) = new
         pairs = _pairs(key - self.mean, value).to(self.dtype)
         self.exact.index_copy_(1, place, pairs)
         self.exact_slots.index_copy_(1, place, slots[:, None].expand(len(pairs), 1))

@@ -357,7 +357,7 @@ def test_the_newest_are_exact_and_older_ones_written_as_codes(kv_dtype):
     slots = [30 + t if t % 3 else 29 for t in range(120)]  # each third one takes the same slot
     for t, slot in enumerate(slots):
         key, value = (x[:, t : t + 1] for x in new)
-        held.write(key @ held.rotation, value, slot, 30 + t)
+        held.write(held.new(key @ held.rotation, value), slot, 30 + t)
         read = held.read()
         for back in range(t + 1):
             if slots[t - back] in slots[t - back + 1 : t + 1]:
