@@ -27,12 +27,15 @@ OF_VARIANTS = ("profile", "kv_dtype", "evict_chunks", "question")
 DROPPED = "compression_ratio"
 
 
-def unknown(what: str, name: str, candidates: Sequence[str]) -> str:
-    """Return an error's text for a name that is none of the candidates, with the closest one."""
+def unknown(what: str, name: str, candidates: Sequence[str], of: str = "") -> str:
+    """Return an error's text for a name that is none of the candidates, with the closest one.
+
+    `of` follows the name, such as "of policy 'snapkv'".
+    """
     close = difflib.get_close_matches(name.lower(), candidates, n=1)
     close = close or [x for x in candidates if x.startswith(name.lower()) and name]
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"unknown {what} {name!r}.{hint} Known: {', '.join(candidates)}"
+    return f"unknown {what} {name!r}{of and ' ' + of}.{hint} Known: {', '.join(candidates)}"
 
 
 def key(name: str) -> str:

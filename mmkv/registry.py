@@ -104,7 +104,7 @@ def get_policy(name: str, **options: Any) -> Policy:
                 f"compression_ratio={share} says what is dropped: give what is kept, budget{budget}"
             )
         if option not in known:
-            raise ValueError(names.unknown(f"option of policy {cls.name!r}", option, [*known]))
+            raise ValueError(names.unknown("option", option, [*known], f"of policy {cls.name!r}"))
     return cls.of(**options)
 
 

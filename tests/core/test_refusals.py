@@ -31,7 +31,7 @@ GROUPED = {"average_heads": True, "merge": "groups"}
         ("snap", {}, r"unknown policy 'snap'. Did you mean 'snapkv'.*prefixkv"),
         (None, {}, r"policy=None: expected a name or a Policy object"),
         (mmkv.Policy, {}, r"or a Policy object: call it, Policy\(\)"),
-        ("snapkv", {"windw": 3}, r"option of policy 'snapkv' 'windw'. Did you mean 'window'"),
+        ("snapkv", {"windw": 3}, r"option 'windw' of policy 'snapkv'. Did you mean 'window'"),
         ("snapkv", {"compression_ratio": 0.8}, r"give what is kept, budget=0\.2"),
         ("streaming", {"window": 3}, r"'window' has no effect"),
         ("full", {"window": 3}, r"'window' has no effect"),
