@@ -50,7 +50,10 @@ def serve(
 ) -> None:
     """Serve a model by vLLM with compressed caches. All other options are those of vllm serve."""
     if find_spec("vllm") is None:
-        raise ValueError("mmkv serve runs vLLM: pip install 'vllm==0.32.*' into this environment")
+        raise ValueError(
+            "mmkv serve runs vLLM: pip install 'vllm==0.32.*' into this environment; on a CPU, as "
+            "docs/serving.md says"
+        )
     from mmkv import chat
     from mmkv.loading import models
     from mmkv.sizes.profiled import RetrievalHeads
