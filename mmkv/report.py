@@ -215,6 +215,8 @@ def _notes(cache: CacheContents) -> list[str]:
         notes.append(
             "tokens not kept exactly are merged into groups; 'retained' does not count those"
         )
+    if plan.kv_dtype is not None and cache.compressed[0].seen > prompt.valid.shape[1]:
+        notes.append("the newest generated tokens are in the model's type, and count in the bytes")
     competed = int((prompt.valid & ~prompt.is_prompt).sum())
     if competed and policy.decode.every:
         notes.append("generated tokens count as prompt once they have competed")

@@ -12,6 +12,7 @@ from helpers import zoo
 from helpers.configs import CONFIGS
 from helpers.marks import cases
 from helpers.models import make_inputs, make_model
+from helpers.oracle import generate
 from mmkv.memory import EIGHT_BITS_FROM, Memory, allot
 
 D, L, H = 64, 3, 2
@@ -198,6 +199,7 @@ def test_report_gives_bytes_and_notes_the_floor():
         with pytest.raises(ValueError, match=r"memory=0.0625\)"):
             mmkv.wrap(model, "condense", memory="16x")
         short, long = (prefilled(model, (n,)).report() for n in (100, 4000))
+        replied = generate(model, make_inputs("llama", (100,)), new=3)[2].report()
     held, full = long.nbytes / 2**20, full_bytes(model, 4000) / 2**20
     title = f"condense, memory 6.25%: {held:.1f} of {full:.1f} MiB (6.2%), "
     assert str(long).startswith(title)
@@ -205,6 +207,9 @@ def test_report_gives_bytes_and_notes_the_floor():
     (note,) = [x for x in short.notes if "least" in x]
     assert note.startswith("row 0: least=64 keeps 64 of 100 tokens, more than memory 6.25%")
     assert not [x for x in long.notes if "least" in x]
+    counted = "the newest generated tokens are in the model's type, and count in the bytes"
+    assert counted in replied.notes
+    assert counted not in short.notes
 
 
 def test_a_batch_keeps_what_its_rows_keep_alone():
