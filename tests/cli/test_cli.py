@@ -484,7 +484,7 @@ def test_verdict_gives_first_difference_and_gain():
     full = Side("a red ring on the left", 32, rate=25.0, nbytes=4096, full_nbytes=4096)
     same = dataclasses.replace(full, nbytes=1024, rate=40.0, compressed=True)
     assert verdict(full, same) == [
-        "same answer", "cache: 1.0 of 4.0 KiB (25%)", "40 to 25 ms a token",
+        "same answer", "cache: 1.0 of 4.0 KiB (25%)", "25 ms a token, full 40",
     ]  # fmt: skip
     assert len(verdict(full, dataclasses.replace(same, tokens=31))) == 2
     other = dataclasses.replace(same, text="a red box", rate=None, nbytes=5000)
