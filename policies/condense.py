@@ -3,8 +3,8 @@
 The prompt is cut into runs, and each query observes all tokens of its run as if it came after the
 prompt. A token's score is the largest change of any observer's output if the token were dropped.
 The tokens with the highest scores are kept exactly. The others are merged into groups, in whose
-means the n-th best token of a head counts 1 / n; the weight of a group gives it the attention that
-its tokens had, so every token stays in the softmax. Related: KeepKV, arXiv 2504.09936, and LOOK-M,
+means each token counts as much as its score; the weight of a group gives it the attention that its
+tokens had, so every token stays in the softmax. Related: KeepKV, arXiv 2504.09936, and LOOK-M,
 arXiv 2406.18139 (merging); KVzip, arXiv 2505.23416 (observers); ToMe, arXiv 2210.09461, and
 Attention Matching, arXiv 2602.16284 (weights).
 """

@@ -3,8 +3,8 @@
 A group is one pair, a mean key and a mean value of its `m` tokens, with a weight `w` of about `m`.
 Attention adds `log w` to that slot's logit, `softmax(scale * q . k + log w)`, so a group of equal
 pairs counts exactly as its tokens did, and no token leaves the softmax. A group has the position of
-its best-scored token, its leader. In the means a token counts by its score: the n-th best token of
-a head counts 1 / n, so that a group is nearest to the tokens on which most depends.
+its best-scored token, its leader. In the means a token counts as much as its score, so that a group
+is nearest to the tokens on which most depends.
 
 With weight m, a mean key gets less attention than its m tokens did, as a mean of exponentials is
 above the exponential of the mean. So the weight is fitted to some queries of the prompt, rotated to
@@ -73,12 +73,14 @@ class MergeIntoGroups(Merge):
         size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
         known = ranking.counts.expand(-1, B, H)
         rank, counts = self._without_newest(ranking.rank.expand(B, H, U), size, known[:3])
-        leader, place = leaders(
+        token_weights = present.float() if prompt_kv.weights is None else prompt_kv.weights
+        score = positive(rank)
+        leader = leaders(
             keys,
             values,
             rank,
             counts,
-            prompt_kv.weights,
+            token_weights * score,
             exact=self.exact,
             run=self.group_run,
             rounds=self.rounds,
@@ -94,10 +96,9 @@ class MergeIntoGroups(Merge):
         slot.scatter_(-1, indices.masked_fill(indices < 0, U), slot_numbers)
         slot[..., U] = M
         slot = slot.gather(-1, leader.masked_fill(leader < 0, U))
-        token_weights = present.float() if prompt_kv.weights is None else prompt_kv.weights
         n_tokens = sums(token_weights, slot, M)
         # Relative to its leader, so that a token that is alone counts exactly 1.
-        counted = token_weights * place.gather(-1, leader.clamp(min=0)) / place
+        counted = token_weights * (score / score.gather(-1, leader.clamp(min=0)))
         mean_keys, mean_values = means((keys, values), slot, counted, M)
         return replace(
             kept,
@@ -135,13 +136,13 @@ def leaders(
     values: Tensor,
     rank: Tensor,
     counts: Tensor,
-    weights: Tensor | None = None,
+    weights: Tensor,
     *,
     exact: float,
     run: int,
     rounds: int,
     value_weight: float,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Assign each head's tokens to its slots: single tokens, and groups of all others.
 
     Tokens that must stay are single, and so are the best-scored ones, for the share `exact` of the
@@ -155,14 +156,13 @@ def leaders(
         rank: [B, H, N], scores: inf for tokens that must stay single, -inf for no token.
         counts: int64 [3, B, H] on the host: each head's slots, at least as many as its tokens that
             must stay; these; and all of its tokens.
-        weights: float32 [B, H, N], how many tokens each one represents already; None: 1.
+        weights: float32 [B, H, N], how much each token counts in the mean of its group.
         exact, run, rounds, value_weight: see `MergeIntoGroups`.
 
     Returns:
-        The index of each token's leader, int64 [B, H, N], its own if it is single; -1 for no token,
+        int64 [B, H, N], the index of each token's leader, its own if it is single; -1 for no token,
         and, in a head without slots for groups, for tokens that need not stay. A head has as many
-        leaders as slots, or as tokens if these are fewer. And each token's place in the ranking,
-        int64 [B, H, N], 1 for the best: a token counts 1 / place in the means of k-means.
+        leaders as slots, or as tokens if these are fewer.
     """
     (B, H, N), device = rank.shape, rank.device
     present, indices = rank > -torch.inf, torch.arange(N, device=device)
@@ -172,7 +172,6 @@ def leaders(
     unpadded = bool((counts[2] == N).all())
     order = rank.argsort(dim=-1, descending=True, stable=True)
     rank_of = torch.empty_like(order).scatter_(-1, order, indices.expand_as(order))
-    counted = (1.0 if weights is None else weights.float()) / (rank_of + 1)
     single = present & (rank_of < n_single.to(device, non_blocking=True)[..., None])
     scales = _scales(keys, values, value_weight, None if unpadded else present)
 
@@ -193,7 +192,7 @@ def leaders(
         points = points.unflatten(2, token.shape[2:])
         if not unpadded:  # padding may hold any values, NaN included
             points.masked_fill_(absent[..., None], 0.0)
-        weight = counted.gather(-1, index).view_as(token)
+        weight = weights.gather(-1, index).view_as(token)
         label = _k_means(points, weight, places, absent, number, width, rounds, *scales)
         label = _without_empty(label, places, number, width)
         best = places.new_full((*label.shape[:3], width + 1), N)
@@ -201,7 +200,17 @@ def leaders(
         best = torch.where(label == width, places, best).clamp(max=N - 1)
         leader = order.gather(-1, best.flatten(2))
         leader_of.scatter_(-1, token.masked_fill(absent, N).flatten(2), leader)
-    return leader_of[..., :N], rank_of + 1
+    return leader_of[..., :N]
+
+
+def positive(rank: Tensor) -> Tensor:
+    """Return how much each token counts by its score: float32 [B, H, N], above 0.
+
+    It is the score, at least a millionth of the head's largest; pinned tokens, which are single,
+    have the least. Where no score is above 0, all tokens count alike.
+    """
+    score = rank.float().masked_fill(rank.isinf(), 0.0)
+    return score.maximum((1e-6 * score.amax(-1, keepdim=True)).clamp(min=1e-30))
 
 
 def _planned(counts: Tensor, exact: float, run: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -32,14 +32,18 @@ def spread(x: Tensor) -> float:
     return float((x - x.mean(0)).square().mean().sqrt()) or 1.0
 
 
-def mean(x: Any, tokens: list[int], weights: dict[int, float]) -> Tensor:
-    total = sum(weights[j] for j in tokens)
-    return torch.stack([x[j] * weights[j] / total for j in tokens]).sum(0)
+def mean(x: Any, tokens: list[int], weights: Tensor) -> Tensor:
+    total = sum(float(weights[j]) for j in tokens)
+    return torch.stack([x[j] * float(weights[j]) / total for j in tokens]).sum(0)
 
 
-def by_place(weights: Tensor, ranked: list[int]) -> dict[int, float]:
-    """How much each token counts in its group's mean: the n-th best one 1 / n."""
-    return {j: float(weights[j]) / n for n, j in enumerate(ranked, 1)}
+def by_score(weights: Tensor, scores: Tensor) -> Tensor:
+    """How much each token counts in its group's mean, [N]; pinned ones are in no group."""
+    least = max(1e-6 * max([0.0, *(float(x) for x in scores if math.isfinite(x))]), 1e-30)
+    scores = torch.where(scores.isfinite(), scores, 0.0)
+    return torch.stack(
+        [w * max(s, s.new_tensor(least)) for w, s in zip(weights, scores, strict=True)]
+    )
 
 
 def naive(
@@ -53,7 +57,6 @@ def naive(
     must = int((rank == math.inf).sum())
     chosen = max(must, min(size - 1, must + int((size - must) * exact)))
     alone, rest = set(ranked[:chosen]), sorted(ranked[chosen:])
-    weights = by_place(weights, ranked)
     groups: list[list[int]] = []
     slots = size - chosen
     k, v = (y[tokens].double() / spread(y[tokens].double()) for y in (keys, values))
@@ -122,7 +125,7 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
     with pytest.MonkeyPatch.context() as patch:  # how many runs go together changes nothing
         patch.setattr(tiling, "_CPU_TILE_PER_THREAD", tile)
         counts = torch.stack([size, (scores == math.inf).sum(-1), (~absent).sum(-1)])
-        found, _ = leaders(*dirty, scores, counts, weights, **options)
+        found = leaders(*dirty, scores, counts, weights, **options)
     for b in range(2):
         for h in range(2):
             parts = keys[b, h], values[b, h], scores[b, h], int(size[b, h]), weights[b, h]
@@ -137,7 +140,7 @@ def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight,
                 assert sum(map(len, got)) == present, "nothing is left out"
 
 
-def test_pair_of_a_group_is_its_mean_by_place_in_the_ranking():
+def test_pair_of_a_group_is_its_mean_by_scores():
     """Also where tokens stand for several, and with absent tokens, which may hold anything."""
     keys, values, scores = layer(2, 2, 60)
     weights = torch.randint(1, 5, scores.shape, generator=torch.Generator().manual_seed(3)).float()
@@ -155,8 +158,7 @@ def test_pair_of_a_group_is_its_mean_by_place_in_the_ranking():
         if slot >= size[b, h]:
             assert not tokens
             continue
-        ranked = sorted(range(60), key=lambda j: (-float(scores[b, h, j]), j))
-        counted = by_place(weights[b, h], ranked)
+        counted = by_score(weights[b, h], scores[b, h])
         assert kept.weights[b, h, slot] == sum(weights[b, h, tokens])
         for found, x in ((kept.keys, keys), (kept.values, values)):
             torch.testing.assert_close(found[b, h, slot], mean(x[b, h], tokens, counted))
