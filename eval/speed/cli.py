@@ -73,7 +73,7 @@ def bench_command(
             help="Names, or name:option=value:option=value, with commas between.",
             callback=checked(check_variants),
         ),
-    ] = "full,snapkv,adakv,prefixkv",
+    ] = "full,condense,snapkv,prefixkv",
     budgets: BudgetsOption = None,
     memory: MemoryOption = None,
     plugin: PluginOption = None,
