@@ -218,7 +218,6 @@ def with_parts_apart(model, folder):
         ("xkv", with_layers_in_memory),
     ],
     "prefixkv",
-    ids=str,
 )
 def test_a_model_spread_by_accelerate(models, policy, spread, tmp_path):
     """Weights that come when a layer runs, and inputs that move: the same in every place."""
