@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ class PlainKV:
         if keys.shape == values.shape and keys.dtype == values.dtype:
             return cls(torch.stack([keys, values]))
         return cls(keys[None], values[None])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlainKV:
+        return PlainKV(*(x.clone() for x in self.stores))
 
     @property
     def dtype(self) -> torch.dtype:
