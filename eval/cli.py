@@ -248,6 +248,7 @@ def report_command(
 
     single, target = (folders[0] / "run.json").exists() and len(folders) == 1, out or folders[0]
     check_place(target)
+    target.mkdir(parents=True, exist_ok=True)
     tables, paths = list[Table](), list[Path]()
     if single:
         report = Report(folders[0])
