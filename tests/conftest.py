@@ -1,6 +1,7 @@
 """Fixtures of all tests; `helpers` prepares the environment."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,14 @@ def nothing_imported_is_collected() -> None:
 def told_of_equal_heads() -> None:
     """`wrap` says it once a process: no test's log has it because it ran first."""
     wrapping._logged_policies.update(registry.list_policies())
+
+
+@pytest.fixture(autouse=True)
+def groups_of_other_tests_are_forgotten() -> Iterator[None]:
+    """The masked reference finds a group's pair among those that it noted."""
+    yield
+    if masking := sys.modules.get("helpers.masking"):
+        masking.noted.clear()
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_part("recency")
 @dataclass(frozen=True, kw_only=True)
 class Recency(Score):
-    """A token's position: the newest tokens stay (StreamingLLM, arXiv 2309.17453)."""
+    """A token's place in its row: the newest tokens stay (StreamingLLM, arXiv 2309.17453)."""
 
     queries = 0
     average_heads = True
@@ -31,7 +31,7 @@ class Recency(Score):
 
 @torch.no_grad()
 def recency(valid: Tensor) -> Tensor:
-    """Return each token's position in the prompt as its score: `s_j = j`, and 0 for padding.
+    """Return each token's place in its row as its score, 1 for the first, and 0 for padding.
 
     Args:
         valid: bool `[B, N]`, False for padding.
@@ -46,5 +46,4 @@ def recency(valid: Tensor) -> Tensor:
     """
     if valid.ndim != 2 or valid.dtype != torch.bool:
         raise ValueError(f"valid must be a bool [B, N], got {valid.dtype} {tuple(valid.shape)}")
-    position = torch.arange(valid.shape[1], dtype=torch.float32, device=valid.device)
-    return (position * valid)[:, None]
+    return (valid.cumsum(-1) * valid).float()[:, None]

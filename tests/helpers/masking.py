@@ -129,7 +129,7 @@ def pairs_of(held: Tensor) -> Tensor:
 
 
 # By layer, what the last calls merged tokens into: positions [B, H, M] and pairs [B, H, M, D].
-_merged: dict[int, deque[list[Tensor]]] = defaultdict(lambda: deque(maxlen=8))
+noted: dict[int, deque[list[Tensor]]] = defaultdict(lambda: deque(maxlen=8))
 
 
 def _noted(call: Any) -> Any:
@@ -146,7 +146,7 @@ def _noted(call: Any) -> Any:
                 positions = prompt_kv.positions.expand(kept.slot.shape)
                 places = positions.gather(-1, kept.indices.clamp(min=0))
                 places = places.masked_fill(kept.indices < 0, -1)
-                _merged[arguments[3]].append([places, kept.keys, kept.values])
+                noted[arguments[3]].append([places, kept.keys, kept.values])
             return kept
 
         merged = evicting._merged
@@ -164,7 +164,7 @@ def _before_codes(layer: int, place: int, pair: tuple[Tensor, Tensor]) -> tuple[
     """The pair of the group that is led from this position and read back as this pair."""
     found = [
         (keys[at], values[at])
-        for places, keys, values in _merged[layer]
+        for places, keys, values in noted[layer]
         for at in map(tuple, (places == place).nonzero().tolist())
     ]
     return min(
