@@ -248,7 +248,6 @@ def report_command(
 
     single, target = (folders[0] / "run.json").exists() and len(folders) == 1, out or folders[0]
     check_place(target)
-    target.mkdir(parents=True, exist_ok=True)
     tables, paths = list[Table](), list[Path]()
     if single:
         report = Report(folders[0])
@@ -261,6 +260,7 @@ def report_command(
         say(f"nothing to draw: {error}")
     else:
         tables += runs.tables()
+        target.mkdir(parents=True, exist_ok=True)
         paths += [] if single else runs.write(target)
         paths.append(draw.save(draw.frontier(runs.sections()), target / "frontier.png"))
     for table in tables:
