@@ -1,4 +1,4 @@
-"""The commands `mmkv eval`, `check` and `report`; `mmkv.eval.sizing` has those that follow them.
+"""The commands `mmkv eval`, `check` and `report`; `calibrate` and `plot` are in `mmkv.eval.sizing`.
 
 Arguments are checked before a model is loaded: a wrong one is reported in one line, with exit
 code 2. Ctrl-C keeps every finished row and exits with code 130.

@@ -64,6 +64,6 @@ class GroupIndex:
 
 
 def _bits(ahead: Tensor) -> int:
-    """Return the bits of a code, for which the host waits."""
+    """Return how many bits a code needs; the host waits for the device to know it."""
     least, most = torch.stack(ahead.aminmax()).tolist() if ahead.numel() else (0, 0)
     return max(-least, 1 + most).bit_length() + 1

@@ -34,6 +34,7 @@ class PlainKV:
         return cls(keys[None], values[None])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainKV:
+        """Return a copy whose keys and values are views of its own stores."""
         return PlainKV(*(x.clone() for x in self.stores))
 
     @property

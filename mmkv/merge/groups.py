@@ -204,10 +204,10 @@ def leaders(
 
 
 def positive(rank: Tensor) -> Tensor:
-    """Return how much each token counts by its score: float32 [B, H, N], above 0.
+    """Return each token's weight in the mean of its group: float32 [B, H, N], above 0.
 
-    It is the score, at least a millionth of the head's largest; pinned tokens, which are single,
-    have the least. Where no score is above 0, all tokens count alike.
+    It is the token's score, raised to at least a millionth of the head's largest score. If no score
+    of a head is above 0, all weights are equal. Pinned tokens are in no group; theirs is the least.
     """
     score = rank.float().masked_fill(rank.isinf(), 0.0)
     return score.maximum((1e-6 * score.amax(-1, keepdim=True)).clamp(min=1e-30))
