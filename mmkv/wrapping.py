@@ -22,10 +22,10 @@ from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure
 from mmkv.cache import codes
 from mmkv.cache.allotment import allotted
-from mmkv.cache.compressed import layers_of
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.sampling import SampledSizes
+from mmkv.cache.state import layers_of
 from mmkv.calls import unwrap_container
 from mmkv.memory import DEFAULT, Memory
 from mmkv.policy import Policy

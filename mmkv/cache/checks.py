@@ -14,10 +14,10 @@ from mmkv.cache.layer import KeptKV
 from mmkv.cache.prompt_kv import PromptKV
 
 if TYPE_CHECKING:
-    from mmkv.cache.compressed import CompressedCache
+    from mmkv.cache.state import CacheState
 
 
-def check_plan(cache: CompressedCache, config: Any, plan: CacheConfig) -> None:
+def check_plan(cache: CacheState, config: Any, plan: CacheConfig) -> None:
     """Check that a model wrapped with `plan` can continue this cache.
 
     Raises:
@@ -41,7 +41,7 @@ def shape(config: Any) -> str:
     return ", ".join(f"{name}={value}" for name, value in adapters.shape(config).items())
 
 
-def check_read(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> None:
+def check_read(cache: CacheState, ids: Tensor, mask: Tensor | None) -> None:
     """Check that a prompt's ids [B, T] begin with the ids that the cache has read.
 
     Padding may differ, and tokens for which `mask` [B, T] is 0.
@@ -67,7 +67,7 @@ def check_read(cache: CompressedCache, ids: Tensor, mask: Tensor | None) -> None
         )
 
 
-def masks_earlier(cache: CompressedCache, valid: Tensor, earlier: Tensor) -> bool:
+def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
     """Return whether the mask `earlier` hides any `valid` token, bool [B, seen] both.
 
     Raises:
@@ -110,7 +110,7 @@ def masks_earlier(cache: CompressedCache, valid: Tensor, earlier: Tensor) -> boo
     return True
 
 
-def check_whole(cache: CompressedCache) -> None:
+def check_whole(cache: CacheState) -> None:
     """Raise ValueError after an interrupted pass: some layers have seen fewer tokens."""
     seen = {x.seen for x in cache.compressed}
     if len(seen) > 1:

@@ -1,4 +1,6 @@
-"""The compressed cache that a wrapped model's `generate` uses.
+"""The compressed cache that a wrapped model's `generate` uses: the passes of a prompt and a step.
+
+What it holds is in `contents`, what it does between passes in `state`.
 
 A prompt takes three steps: `begin` (before the first layer) marks its tokens and computes the layer
 sizes that do not depend on scores; `read` (in each layer, after its attention) scores the tokens,
@@ -13,25 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from mmkv import adapters
 from mmkv.cache import checks
-from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.contents import CacheContents
+from mmkv.cache.config import TokenMasks
 from mmkv.cache.evict import evict
 from mmkv.cache.forward_pass import (
     NOT_ATTENDED,
     AttentionCall,
     Decoding,
     ForwardPass,
-    GraphInputs,
-    NotCapturableError,
     Reading,
     current,
     outside_inference_mode,
@@ -40,12 +36,13 @@ from mmkv.cache.forward_pass import (
 from mmkv.cache.layer import CompressedLayer, KeptKV
 from mmkv.cache.padded_blocks import Step
 from mmkv.cache.prompt_kv import PromptKV, Tail
-from mmkv.cache.selection import head_sizes, sizes_of_rows
+from mmkv.cache.sizing import head_sizes, sizes_of_rows
+from mmkv.cache.state import CacheState
 from mmkv.decode.slots import plan as plan_slots
-from mmkv.layer_inputs import LayerInputs, rows_of
+from mmkv.layer_inputs import LayerInputs
 
 
-class CompressedCache(CacheContents):
+class CompressedCache(CacheState):
     """A key-value cache that keeps the tokens a policy scores highest.
 
     `model.generate` on a wrapped model makes one; `return_dict_in_generate=True` returns it as
@@ -57,39 +54,6 @@ class CompressedCache(CacheContents):
         plan: policy, budget and profile.
         max_length: prompt and generated tokens at most, to allocate slots for; 0: not known.
     """
-
-    def __init__(self, config: Any, plan: CacheConfig, *, max_length: int = 0) -> None:
-        # The inputs of replayed steps (`mmkv.attach.graph`), and whether this step reads them.
-        self.clock: GraphInputs | None = None
-        self.on_clock = False
-        layers = layers_of(config)
-        super().__init__(layers=layers)
-        self.compressed = [x for x in layers if isinstance(x, CompressedLayer)]
-        numbers = [i for i, x in enumerate(layers) if isinstance(x, CompressedLayer)]
-        # The place of each compressed layer among these, by layer index.
-        self.ordinal = {i: n for n, i in enumerate(numbers)}
-        self.plan = plan
-        self.max_length = max_length
-        self.phase: Reading | Decoding = Reading()
-        # Length of the context that later turns are questions about (`mmkv.contexts`), which evict
-        # nothing; None: they are turns of a conversation, which do.
-        self.context_length: int | None = None
-        # After how many positions rotary frequencies change (longrope), and whether all tokens are
-        # read with the later ones, see `mmkv.attach.longrope`.
-        self.short_positions = adapters.short_positions(config)
-        self.long = False
-        # Whether this cache's layer sizes were added to the sample, see `mmkv.cache.sampling`.
-        self.sizes_learned = False
-        self.prompt = None
-        # The position offset of each row's text after pictures, int64 [B, 1]; None: not known.
-        self.rope_deltas: Tensor | None = None
-        # Ids of the first t tokens seen, int64 [B, t]; None: not known.
-        self.ids: Tensor | None = None
-        self.shape = checks.shape(config)
-
-    def expect(self, until: int | None = None) -> None:
-        """Expect a prompt or a new turn next, which is complete once `until` tokens are seen."""
-        self.phase = Reading(until, keeps_all=self.context_length is not None)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -330,15 +294,6 @@ class CompressedCache(CacheContents):
         elif phase.until is None:
             self.phase = Decoding()
 
-    def is_empty(self, layer_idx: int) -> bool:
-        """Whether a layer holds nothing yet, so that the model's own attention sees all tokens."""
-        return self.compressed_layer(layer_idx).state is None
-
-    @property
-    def reading(self) -> Reading | None:
-        """The prompt, or the round of generated tokens, of this pass; None if it only decodes."""
-        return self.phase if isinstance(self.phase, Reading) else self.phase.reading
-
     def _prepare_scores(self, prompt: TokenMasks, phase: Reading) -> None:
         """Set whether this pass scores: if it evicts, and always if scores are sums over turns."""
         plan, score = self.plan, self.plan.policy.score
@@ -379,98 +334,3 @@ class CompressedCache(CacheContents):
             n_newest = self.prompt.valid.shape[1] - 1 - int(last)
         arguments = layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split
         layer.state = evict(*arguments, n_newest)
-
-    # What the cache is asked between passes.
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens seen, not kept."""
-        if self.on_clock:
-            raise NotCapturableError("the model asks the cache for the number of tokens each step")
-        return self.get_query_offset(layer_idx)
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the position of the next token, at which a mask begins, see `get_mask_sizes`."""
-        if layer_idx in self.ordinal:
-            return self.compressed[self.ordinal[layer_idx]].seen
-        return super().get_seq_length(layer_idx)
-
-    @property
-    def expects_prompt(self) -> bool:
-        """Whether the next pass reads a prompt or a chunk of one, not a generated token."""
-        return isinstance(self.phase, Reading)
-
-    @property
-    def observes_replies(self) -> bool:
-        """Whether queries of generated tokens are stored, to score with them in a later round."""
-        return self.plan.policy.decode.every > 0 and not self.plan.keeps_everything
-
-    @property
-    def due(self) -> int:
-        """How many tokens must be generated before the next round."""
-        assert isinstance(self.phase, Decoding)
-        decode = self.plan.policy.decode
-        return max(0, decode.every + decode.latest - self.phase.waiting)
-
-    def crosses(self, q: int) -> bool:
-        """Return whether the next q tokens may pass the position at which frequencies change."""
-        if self.short_positions is None or self.long or self.prompt is None:
-            return False
-        n = max(self.lengths) + self.get_query_offset() - self.prompt.valid.shape[1]
-        return n <= self.short_positions < n + q
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row i continue the former row beam_idx[i], for beam search."""
-        self._select_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times."""
-        self._select_rows(torch.arange(len(self.lengths)).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows, given by index or by a bool mask."""
-        self._select_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
-
-    def _select_rows(self, batch: Tensor) -> None:
-        """Keep the rows `batch`, which may repeat, with all their state."""
-        self.clock = None
-        for layer in self.layers:
-            if isinstance(layer, CompressedLayer):
-                with outside_inference_mode():
-                    layer.select_rows(batch)
-            elif isinstance(layer, DynamicLayer):
-                layer.batch_select_indices(batch)
-            elif isinstance(layer, LinearAttentionLayer):
-                layer.reorder_cache(cast(torch.LongTensor, batch))
-        if self.prompt is not None:
-            self.prompt = self.prompt.rows(batch)
-        self.rope_deltas, self.ids = rows_of(self.rope_deltas, batch), rows_of(self.ids, batch)
-        if isinstance(self.phase, Reading):
-            self.phase.select_rows(batch)
-
-    def reset(self) -> None:
-        """Drop everything, ready for a new prompt."""
-        super().reset()
-        self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
-        self.rope_deltas = self.ids = None
-        self.long = False
-
-    def remember(self, ids: Tensor, total: int) -> None:
-        """Store the ids [B, n] of the tokens read in this pass, the last of `total`."""
-        first = total - ids.shape[1]
-        if first == 0:  # the caller may write into a prompt's ids later
-            self.ids = ids if self.get_query_offset() else ids.clone()
-        elif self.ids is not None and self.ids.shape[1] >= first:
-            self.ids = torch.cat([self.ids[:, :first], ids], dim=1)
-
-    def valid_tokens(self, seen: int) -> Tensor | None:
-        """Return which tokens seen are not padding, bool [B, seen]; None before any prompt."""
-        if self.prompt is None:
-            return None
-        valid = self.prompt.valid
-        return torch.cat([valid, valid.new_ones(len(valid), seen - valid.shape[1])], dim=1)
-
-
-def layers_of(config: Any) -> list[Any]:
-    """Return the layers of a new cache: a `CompressedLayer` where attention is full."""
-    layers = DynamicCache(config=config).layers
-    return [CompressedLayer() if type(x) is DynamicLayer else x for x in layers]

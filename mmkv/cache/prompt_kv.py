@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from mmkv.cache import selection
 from mmkv.cache.config import TokenMasks
 from mmkv.cache.kernels import attend
+from mmkv.cache.sizing import marked
 from mmkv.layer_inputs import LayerInputs, Rotary, rows_of
 from mmkv.merge.reference import ReferenceQueries
 from mmkv.policy import Policy
@@ -75,7 +76,7 @@ class PromptKV:
 
     def masked(self, valid: Tensor) -> PromptKV:
         """Remove the tokens for which `valid`, bool [B, T] by position, is False."""
-        (is_kept,) = selection.marked([valid], self.positions)
+        (is_kept,) = marked([valid], self.positions)
         positions = self.positions.masked_fill(~is_kept, -1)
         # Move the remaining tokens to the end, in order of position; cut off the empty columns.
         start = int((~is_kept).sum(-1).min())
@@ -176,7 +177,7 @@ class PromptKV:
             n_queries = present.sum(-1).tolist()
             windows = [max(1, min(w, n)) for w, n in zip(windows, n_queries, strict=True)]
         per_head = self.positions.shape[1] > 1
-        (image,) = selection.marked([prompt.image], self.positions)
+        (image,) = marked([prompt.image], self.positions)
         if per_head:  # heads keep different tokens: score each as a row of its own
             layer = layer.by_head(self.positions >= 0, image)
             windows = [w for w in windows for _ in range(self.keys.shape[1])]

@@ -10,7 +10,7 @@ from mmkv.cache import group_index
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import evict
 from mmkv.cache.prompt_kv import PromptKV
-from mmkv.cache.selection import sizes_of_rows
+from mmkv.cache.sizing import sizes_of_rows
 from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.registry import get_policy
 from mmkv.sizes.profiled import HeadTable

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.selection import sizes_of_rows
+from mmkv.cache.sizing import sizes_of_rows
 
 
 def row_sizes(
