@@ -148,8 +148,8 @@ class LayerInputs:
         scale: the layer's factor of query-key products; None: D ** -0.5.
         softcap: bound of the layer's logits (Gemma 2), or None.
         mask: bool [B, 1, Q, N], True where a query sees a key; None: causal.
-        bias: float32 [B, H, N], added to the logits of each key: the logarithm of its weight, if it
-            is a group of tokens of earlier turns; None: no groups.
+        log_weights: float32 [B, H, N], the logarithm of each key's weight, which attention adds to
+            its logits: above 0 for a group of tokens of earlier turns; None: no groups.
         image: bool [B, N], True for image tokens; None if unknown.
         size: float32 [B], tokens kept of each row, mean over layers and heads; None if no budget
             sets it, as in a first pass before sizes are known.
@@ -171,7 +171,7 @@ class LayerInputs:
     scale: float | None = None
     softcap: float | None = None
     mask: Tensor | None = None
-    bias: Tensor | None = None
+    log_weights: Tensor | None = None
     image: Tensor | None = None
     size: Tensor | None = None
     hidden: Tensor | None = None
@@ -184,7 +184,7 @@ class LayerInputs:
     @property
     def attention(self) -> dict[str, Any]:
         """Keyword arguments of the functions of `mmkv.scores`, besides query and key."""
-        names = ("scale", "softcap", "valid", "mask", "bias")
+        names = ("scale", "softcap", "valid", "mask", "log_weights")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -267,7 +267,7 @@ class LayerInputs:
             value=tokens(self.value, 2),
             valid=tokens(self.valid, 1),
             mask=mask,
-            bias=None if self.bias is None else tokens(self.bias, 2),
+            log_weights=None if self.log_weights is None else tokens(self.log_weights, 2),
             image=None if self.image is None else tokens(self.image, 1),
             rotary=None if self.rotary is None else self.rotary.of_tokens(last),
         )
@@ -289,7 +289,9 @@ class LayerInputs:
             image=image.flatten(0, 1),
             size=rows_of(self.size, rows),
             mask=mask,
-            bias=None if self.bias is None else self.bias.flatten(0, 1)[:, None],
+            log_weights=None
+            if self.log_weights is None
+            else self.log_weights.flatten(0, 1)[:, None],
             rotary=rows_of(self.rotary, rows),
             head=torch.arange(H, device=device).repeat(B),
         )

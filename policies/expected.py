@@ -72,8 +72,8 @@ class ExpectedAttention(Score):
         for m, s in zip(means, covariances, strict=True):
             logits = factor * (k @ m[..., None])[..., 0]
             logits += factor**2 / 2 * ((k @ s) * k).sum(-1)
-            if layer.bias is not None:
-                logits += layer.bias
+            if layer.log_weights is not None:
+                logits += layer.log_weights
             # Finite, so that a row without counted tokens stays finite.
             logits.masked_fill_(~counted[:, None], torch.finfo(logits.dtype).min)
             expected += logits.softmax(-1)

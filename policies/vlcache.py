@@ -92,7 +92,7 @@ class SparsityLayers(Layers):
                 scale=layer.scale,
                 softcap=layer.softcap,
                 mask=mask,
-                bias=layer.bias,
+                log_weights=layer.log_weights,
             )
             sees = mask[:, :, None].expand(attention.shape)
             limit = self.threshold * attention.amax(-1, keepdim=True)

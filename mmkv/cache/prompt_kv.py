@@ -230,7 +230,7 @@ class PromptKV:
             key=self.keys,
             value=self.values,
             valid=self.positions[:, 0] >= 0,
-            bias=self.log_weights,
+            log_weights=self.log_weights,
         )
         tail, mask = self.tail, new.mask
         q, U = new.query.shape[2], self.keys.shape[2]

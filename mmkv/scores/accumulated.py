@@ -73,7 +73,7 @@ def accumulated_attention(
     softcap: float | None = None,
     valid: Tensor | None = None,
     mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    log_weights: Tensor | None = None,
     block: int = 64,
 ) -> Tensor:
     """Return the attention that each token receives from all queries, without an `N x N` matrix.
@@ -90,7 +90,8 @@ def accumulated_attention(
         valid: bool `[B, N]`, False for padding: its queries are left out, its keys score 0.
         mask: bool `[B, 1, Q, N]`, True where a query sees a key; None: causal. A query that sees
             no key is left out.
-        bias: float `[B, H, N]`, added to the logits of each key.
+        log_weights: float `[B, H, N]`, the logarithm of each key's weight, added to its logits;
+            None: 0.
         block: query rows per block.
 
     Returns:
@@ -131,7 +132,7 @@ def accumulated_attention(
                 key[part].flatten(0, 1).float(),
                 None if valid is None else ~valid[b],
                 None if mask is None else (mask, b),
-                None if bias is None else bias[part].flatten(0, 1).float()[:, None],
+                None if log_weights is None else log_weights[part].flatten(0, 1).float()[:, None],
                 future=future,
                 scale=scale_of(D, scale, softcap),
                 softcap=softcap,
@@ -144,7 +145,7 @@ def _column_sums(
     key: Tensor,
     padding: Tensor | None,
     mask: tuple[Tensor, Tensor] | None,
-    bias: Tensor | None,
+    log_weights: Tensor | None,
     *,
     future: Tensor,
     scale: float,
@@ -153,7 +154,7 @@ def _column_sums(
     """Return the column sums `[n, N]` of the attention of `query [n, G, Q, D]` on `key [n, N, D]`.
 
     The queries are those of the last `Q` keys. `mask` is a pair, bool `[B, 1, Q, N]` and the batch
-    row of each of the `n`; None: causal. `bias` is `[n, 1, N]`, or None.
+    row of each of the `n`; None: causal. `log_weights` is `[n, 1, N]`, or None.
     """
     (n, G, Q, D), N = query.shape, key.shape[1]
     block, past = future.shape[0], N - Q
@@ -176,8 +177,8 @@ def _column_sums(
         torch.bmm(scaled.reshape(n, G * size, D), key[:, :seen].mT, out=logits)
         if softcap is not None:
             logits.tanh_().mul_(softcap)
-        if bias is not None:
-            logits += bias[..., :seen]
+        if log_weights is not None:
+            logits += log_weights[..., :seen]
         if mask is None:
             diagonal = logits.view(n, G, size, stop)[..., start:]
             diagonal.masked_fill_(future[:size, :size], lowest)

@@ -51,7 +51,7 @@ def window_rows(
     softcap: float | None = None,
     valid: Tensor | None = None,
     mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    log_weights: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of the last `window` queries, `[B, H, G, window, N]`; 0 if masked."""
     B, H, N, D = key.shape
@@ -67,8 +67,8 @@ def window_rows(
         logits = (rows.reshape(B, H, -1, D) @ key.float().mT).view(B, H, -1, window, N)
         if softcap is not None:
             logits.tanh_().mul_(softcap)
-        if bias is not None:
-            logits += bias[:, :, None, None]
+        if log_weights is not None:
+            logits += log_weights[:, :, None, None]
         attention = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
     return attention.masked_fill(~allowed, 0.0)
 

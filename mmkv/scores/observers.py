@@ -54,7 +54,7 @@ class Observers(Score):
         rotation = None if rotary is None else rotary.rotation(rotary.ahead(1))
         options: Any = {"run": self.chunk, "stride": self.stride, "whole": self.whole}
         options |= {"scale": layer.scale, "softcap": layer.softcap, "valid": layer.valid}
-        options |= {"bias": layer.bias, "rotation": rotation, "root": root}
+        options |= {"log_weights": layer.log_weights, "rotation": rotation, "root": root}
         return observer_scores(layer.query, layer.key, layer.value, **options)
 
 
@@ -71,7 +71,7 @@ def observer_scores(
     whole: int = 0,
     scale: float | None = None,
     softcap: float | None = None,
-    bias: Tensor | None = None,
+    log_weights: Tensor | None = None,
     valid: Tensor | None = None,
 ) -> Tensor:
     """Return the largest change of any output in a token's run if the token were dropped.
@@ -96,7 +96,7 @@ def observer_scores(
         run: most positions in a run.
         stride: every `stride`-th query of a run observes, from its first on; for runs of earlier
             tokens every `stride`-th of the last queries, from the last one backwards.
-        scale, softcap, bias: those of `mmkv.scores.accumulated_attention`.
+        scale, softcap, log_weights: those of `mmkv.scores.accumulated_attention`.
         valid: bool `[B, N]`, False for padding, which does not observe and scores 0.
 
     Returns:
@@ -110,7 +110,7 @@ def observer_scores(
     if root is not None:
         root = root.to(key.device).unflatten(1, (H, -1))
     if key.device.type != "cpu":
-        return _scores(query, key, value, valid, bias, root, rotation, **options)
+        return _scores(query, key, value, valid, log_weights, root, rotation, **options)
     # A row at a time, without its padding: tensors stay in the CPU's cache, and runs are slices.
     scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for b in range(B):
@@ -123,7 +123,7 @@ def observer_scores(
             key[row, :, start:],
             value[row, :, start:],
             valid[row, start:],
-            None if bias is None else bias[row, :, start:],
+            None if log_weights is None else log_weights[row, :, start:],
             root if root is None or len(root) < B else root[row],
             None
             if rotation is None
@@ -138,7 +138,7 @@ def _scores(
     key: Tensor,
     value: Tensor,
     valid: Tensor,
-    bias: Tensor | None,
+    log_weights: Tensor | None,
     root: Tensor | None,
     rotation: Rotation | None,
     *,
@@ -189,7 +189,7 @@ def _scores(
             heads_of(key, h, h + heads),
             _table(heads_of(value, h, h + heads), G, roots, valid),
             softcap,
-            None if bias is None else bias[:, h : h + heads].float(),
+            None if log_weights is None else log_weights[:, h : h + heads].float(),
         )
         local[:] = _observer_scores(runs, *arguments, sliced=sliced)
         if whole_run:
@@ -205,7 +205,7 @@ def _observer_scores(
     key: Tensor,
     table: Tensor,
     softcap: float | None,
-    bias: Tensor | None,
+    log_weights: Tensor | None,
     *,
     sliced: bool,
 ) -> Tensor:
@@ -226,7 +226,9 @@ def _observer_scores(
             _tokens_of(key, tokens, sliced=sliced),
             _tokens_of(table, tokens, sliced=sliced).unflatten(1, (H, G)),
             softcap,
-            None if bias is None else _tokens_of(bias[..., None], tokens, sliced=sliced),
+            None
+            if log_weights is None
+            else _tokens_of(log_weights[..., None], tokens, sliced=sliced),
             absent,
             observers >= 0,
         )
@@ -242,21 +244,21 @@ def _changes(
     key: Tensor,
     table: Tensor,
     softcap: float | None,
-    bias: Tensor | None,
+    log_weights: Tensor | None,
     absent: Tensor | None,
     observing: Tensor,
 ) -> Tensor:
     """Return the scores [B, H, n, C] of runs with O observers each.
 
-    Query is [B, H, G, n, O, D], key [B, H, n, C, D], bias [B, H, n, C, 1]. `absent` is bool
+    Query is [B, H, G, n, O, D], key [B, H, n, C, D], log_weights [B, H, n, C, 1]. `absent` is bool
     [B, n, C], True for fillers of tokens (None: none); `observing` is bool [B, n or 1, O], False
     for fillers of observers.
     """
     logits = key[:, :, None] @ query.mT
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    if bias is not None:
-        logits += bias[:, :, None]
+    if log_weights is not None:
+        logits += log_weights[:, :, None]
     if absent is not None:  # finite: a run of padding must stay finite
         logits.masked_fill_(absent[:, None, None, ..., None], -1e30)
     tiny = torch.finfo(torch.float32).tiny

@@ -86,7 +86,7 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
             scale=layer.scale,
             softcap=layer.softcap,
             mask=allowed,
-            bias=layer.bias,
+            log_weights=layer.log_weights,
         )
         p_max, top = p.max(-1, keepdim=True)
         p.scatter_(-1, top, 0.0)

@@ -123,7 +123,7 @@ def window_attention(
     softcap: float | None = None,
     valid: Tensor | None = None,
     mask: Tensor | None = None,
-    bias: Tensor | None = None,
+    log_weights: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Tensor:
     """Return the mean attention of the last `window` queries on each earlier token, pooled.
@@ -140,7 +140,8 @@ def window_attention(
         valid: bool `[B, N]`, False for padding.
         mask: bool `[B, 1, Q, N]`, True where a query sees a key; None: causal. A query that sees
             no key counts as 0.
-        bias: float `[B, H, N]`, added to the logits of each key.
+        log_weights: float `[B, H, N]`, the logarithm of each key's weight, added to its logits;
+            None: 0.
         weights: `[window]`, non-negative, for a weighted mean over the window's queries
             (PyramidInfer's recency weights); uniform by default.
 
@@ -180,7 +181,7 @@ def window_attention(
         softcap=softcap,
         valid=valid,
         mask=mask,
-        bias=bias,
+        log_weights=log_weights,
     )
     with autocast_off(key):
         scores = (per_query @ attention[..., : N - window]).view(B, H, -1, N - window)

@@ -118,7 +118,7 @@ def test_later_score_gets_group_weights(models):
 
     class Recording(Observers):
         def __call__(self, layer):
-            given.append(layer.bias)
+            given.append(layer.log_weights)
             return super().__call__(layer)
 
     model, inputs = models("llama"), make_inputs("llama", (90,))
@@ -129,12 +129,12 @@ def test_later_score_gets_group_weights(models):
         cache.expect()
         model(input_ids=torch.arange(10, 40)[None], past_key_values=cache)
     assert given[:3] == [None] * 3
-    for bias, before in zip(given[3:], held, strict=True):
-        bias, n = bias.view(1, 2, -1), before.log_weights.shape[-1]
+    for log_weights, before in zip(given[3:], held, strict=True):
+        log_weights, n = log_weights.view(1, 2, -1), before.log_weights.shape[-1]
         assert before.weights.sum(-1).tolist() == [[90.0, 90.0]]
         assert (before.log_weights > 0).sum() > 10
-        assert torch.equal(bias[..., :n], before.log_weights)
-        assert not bias[..., n:].any()
+        assert torch.equal(log_weights[..., :n], before.log_weights)
+        assert not log_weights[..., n:].any()
 
 
 def test_observers_are_rotated_behind_the_prompt():

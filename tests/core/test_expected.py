@@ -29,7 +29,7 @@ def rotation(place: float) -> Tensor:
     return found
 
 
-def naive(query, key, value, ahead, *, skip, epsilon, scale, bias) -> Tensor:
+def naive(query, key, value, ahead, *, skip, epsilon, scale, log_weights) -> Tensor:
     """`[H, N]` of one row without padding; `query` before rotary embedding, of the last tokens."""
     Q, n = query.shape[1], key.shape[1]
     turned = sum(rotation(p) for p in ahead) / len(ahead)
@@ -45,7 +45,7 @@ def naive(query, key, value, ahead, *, skip, epsilon, scale, bias) -> Tensor:
                 k = key[h, j].double()
                 exponent = scale * k @ turned @ mean
                 exponent += scale**2 * k @ turned @ spread @ turned.T @ k / 2
-                logits.append(float(exponent + bias[h, j]))
+                logits.append(float(exponent + log_weights[h, j]))
             total = sum(math.exp(x) for x in logits)
             for j, x in enumerate(logits, skip):
                 paid[j] += math.exp(x) / total / G
@@ -62,7 +62,7 @@ def test_expected_attention_equals_the_loop_on_each_row_alone(Q: int):
     valid = torch.stack([torch.arange(N) >= p for p in PADDING])
     places = (valid.cumsum(-1) - 1).clamp(min=0)
     plain, key = random(B, H * G, Q, D) + 0.3, random(B, H, N, D, seed=1)
-    value, bias = random(B, H, N, 5, seed=2), random(B, H, N, seed=3).abs()
+    value, log_weights = random(B, H, N, 5, seed=2), random(B, H, N, seed=3).abs()
     rotary = rotary_of(places[:, -Q:])
     absent = ~valid[:, None, :, None]
     layer = LayerInputs(
@@ -71,7 +71,7 @@ def test_expected_attention_equals_the_loop_on_each_row_alone(Q: int):
         value=value.masked_fill(absent, math.nan),
         valid=valid,
         scale=scale,
-        bias=bias,
+        log_weights=log_weights,
         rotary=rotary,
     )
     score = ExpectedAttention(positions=positions, skip=skip, epsilon=epsilon)
@@ -91,7 +91,7 @@ def test_expected_attention_equals_the_loop_on_each_row_alone(Q: int):
             skip=skip,
             epsilon=epsilon,
             scale=scale,
-            bias=bias[b, :, p:],
+            log_weights=log_weights[b, :, p:],
         )
         torch.testing.assert_close(found[b, :, p:], alone, atol=1e-5, rtol=1e-4)
     held = valid[:, None].expand(-1, H, -1)

@@ -29,13 +29,13 @@ def test_weights_equal_the_loop(softcap, together, monkeypatch):
     counts[..., 5] = 7.0  # a group of an earlier turn
     slot[0, :, :2] = M
     counts[0, :, :2] = 0.0
-    bias = random(B, H, U, seed=3)
+    of_tokens = random(B, H, U, seed=3)
     present = torch.ones(B, 6, dtype=torch.bool)
     present[1, 4:] = False
     means = random(B, H, M, D, seed=4) / 2
     dirty = keys.masked_fill((counts == 0)[..., None], math.nan)
     readers = ReferenceQueries(query, present, softcap)
-    found = log_weights(slot, M, counts > 0, dirty, bias, means, readers)
+    found = log_weights(slot, M, counts > 0, dirty, of_tokens, means, readers)
 
     def logit(q: Tensor, k: Tensor) -> float:
         x = float(q.double() @ k.double())
@@ -50,12 +50,13 @@ def test_weights_equal_the_loop(softcap, together, monkeypatch):
                 if not mine:
                     assert found[b, h, m] == 0
                     continue
-                plain = want = math.log(sum(math.exp(bias[b, h, j]) for j in mine))
+                plain = want = math.log(sum(math.exp(of_tokens[b, h, j]) for j in mine))
                 if len(mine) > 1:
                     mass = alone = 0.0
                     for q in (query[b, h * G + g, i] for g in range(G) for i in asked):
                         paid = {
-                            j: math.exp(logit(q, keys[b, h, j]) + bias[b, h, j]) for j in tokens
+                            j: math.exp(logit(q, keys[b, h, j]) + of_tokens[b, h, j])
+                            for j in tokens
                         }
                         mass += sum(paid[j] for j in mine) / sum(paid.values())
                         alone += math.exp(logit(q, means[b, h, m])) / sum(paid.values())

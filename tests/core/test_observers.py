@@ -24,7 +24,7 @@ def root_of(weight: Tensor, heads: int) -> Tensor:
     return output_root(weight.unflatten(1, (heads, -1)).transpose(0, 1))[None]
 
 
-def naive(query, key, value, weight, *, run, scale, softcap=None, bias=None, stride=1) -> Tensor:
+def naive(query, key, value, weight, *, run, scale, softcap=None, log_weights=None, stride=1):
     """One row without padding: query [Hq, Q, D], key, value [H, N, D], weight [hidden, Hq * Dv].
 
     Every `stride`-th query of a run observes; with fewer queries than keys the last `run` of them,
@@ -45,8 +45,8 @@ def naive(query, key, value, weight, *, run, scale, softcap=None, bias=None, str
                 logits = scale * (k @ query[g, i].double())
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)
-                if bias is not None:
-                    logits = logits + bias[h, tokens]
+                if log_weights is not None:
+                    logits = logits + log_weights[h, tokens]
                 o = logits.softmax(0) @ v
                 for at, j in enumerate(tokens):
                     others = [n for n in range(len(tokens)) if n != at]
@@ -85,16 +85,15 @@ def test_equals_the_loop_on_each_row_alone(layout, dtype, stride):
 def test_earlier_tokens_are_observed_by_last_queries(padding: int, stride: int) -> None:
     old, new, run = 21, 13, 8
     key, value = (random(1, 2, padding + old + new, 8, seed=seed) for seed in (1, 2))
-    query, bias = random(1, 4, new, 8, seed=3), random(1, 2, padding + old + new, seed=4)
+    query, log_weights = random(1, 4, new, 8, seed=3), random(1, 2, padding + old + new, seed=4)
     valid = left_padded(padding + old + new, (padding,))
-    options = {"run": run, "stride": stride}
-    got = observer_scores(query, key, value, valid=valid, bias=bias, **options)[0, :, padding:]
-    k, v, b = key[0, :, padding:], value[0, :, padding:], bias[0, :, padding:]
-    options["scale"] = 8**-0.5
-    before = naive(query[0], k[:, :old], v[:, :old], None, bias=b[:, :old], **options).float()
-    after = naive(query[0], k[:, old:], v[:, old:], None, bias=b[:, old:], **options).float()
-    want = torch.cat([before, after], dim=1)
-    torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-4)
+    options = {"run": run, "stride": stride, "scale": 8**-0.5}
+    got = observer_scores(query, key, value, valid=valid, log_weights=log_weights, **options)
+    k, v, w = (x[0, :, padding:] for x in (key, value, log_weights))
+    before = naive(query[0], k[:, :old], v[:, :old], None, log_weights=w[:, :old], **options)
+    after = naive(query[0], k[:, old:], v[:, old:], None, log_weights=w[:, old:], **options)
+    want = torch.cat([before, after], dim=1).float()
+    torch.testing.assert_close(got[0, :, padding:], want, rtol=2e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("whole", "spread"), [(4, [0, 11]), (3, [0]), (1, []), (2, [0])])
@@ -103,22 +102,23 @@ def test_whole_queries_observe_the_whole_prompt(whole: int, spread: list[int], m
     monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 3 * 4 * 24 * 2)
     N, padding, run = 24, (0, 2, 17), 8
     query, key, value = (random(3, heads, N, 8, seed=heads) for heads in (4, 2, 2))
-    bias, valid = random(3, 2, N, seed=5), left_padded(N, padding)
+    log_weights, valid = random(3, 2, N, seed=5), left_padded(N, padding)
     options = {"run": run, "scale": 0.7, "softcap": 4.0}
-    got = observer_scores(query, key, value, whole=whole, bias=bias, valid=valid, **options)
+    more = {"valid": valid, "log_weights": log_weights}
+    got = observer_scores(query, key, value, whole=whole, **more, **options)
     for b, pad in enumerate(padding):
-        q, k, v, extra = (x[b, :, pad:] for x in (query, key, value, bias))
+        q, k, v, w = (x[b, :, pad:] for x in (query, key, value, log_weights))
         n, last = N - pad, -(-whole // 2)
         alone = options | {"run": n, "stride": n}
-        near = naive(q, k, v, None, bias=extra, **options)
+        near = naive(q, k, v, None, log_weights=w, **options)
         places = [n - 1 - i for i in range(last)]
         others = whole - last
         places += [j * (n - last) // others for j in range(others)]
         if b == 0:
             assert places[last:] == spread
-        far = torch.stack(
-            [naive(q[:, [i]].expand(-1, n, -1), k, v, None, bias=extra, **alone) for i in places]
-        ).amax(0)
+        observers = [q[:, [i]].expand(-1, n, -1) for i in places]
+        far = [naive(x, k, v, None, log_weights=w, **alone) for x in observers]
+        far = torch.stack(far).amax(0)
         want = torch.maximum(near, far * near.sum(-1, keepdim=True) / far.sum(-1, keepdim=True))
         want = (want if n > run else near).float()
         torch.testing.assert_close(got[b, :, pad:], want, rtol=3e-4, atol=1e-4)

@@ -27,14 +27,14 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return (2 * torch.randn(*shape, generator=generator)).to(dtype)
 
 
-def naive(query: Tensor, key: Tensor, *, window=None, weights=None, bias=None, **options):
+def naive(query: Tensor, key: Tensor, *, window=None, weights=None, log_weights=None, **options):
     """SnapKV (`window`: size, kernel, pooling) or H2O of a row without padding: `[H, n]`."""
     Hq, (H, N, _) = query.shape[0], key.shape
     n = N - (window[0] if window else 0)
     result = torch.zeros(H, n, dtype=torch.float64)
     for head in range(Hq):
         at = head // (Hq // H)
-        own = {**options, "bias": None if bias is None else bias[at]}
+        own = {**options, "log_weights": None if log_weights is None else log_weights[at]}
         attention = naive_attention(query[head], key[at], **own)
         paid = attention.sum(0)
         if window:
@@ -63,7 +63,7 @@ def holes_mask(N: int, seed: int) -> Tensor:
     softcap=st.sampled_from([None, 0.5, 30.0]),
     scale=st.sampled_from([None, 0.7]),
     masked=st.booleans(),
-    biased=st.booleans(),
+    grouped=st.booleans(),
     window=st.tuples(st.integers(1, 6), st.sampled_from([(5, "avg"), (7, "max"), (1, None)])),
     weighted=st.booleans(),
     garbage=st.sampled_from([0.0, math.nan, math.inf, 6e4]),
@@ -73,7 +73,7 @@ def holes_mask(N: int, seed: int) -> Tensor:
     seed=st.integers(0, 2**16),
 )
 def test_scores_equal_the_loops(
-    N, queries, padding, layout, block, softcap, scale, masked, biased, window, weighted, garbage,
+    N, queries, padding, layout, block, softcap, scale, masked, grouped, window, weighted, garbage,
     dtype, autocast, tile, seed,
 ) :  # fmt: skip
     """Queries of a prompt's last chunk, padding that holds anything, masks that hide anything."""
@@ -83,14 +83,15 @@ def test_scores_equal_the_loops(
     query = random(2, Q, Hq, D, seed=seed, dtype=dtype).transpose(1, 2)
     key = random(2, N, H, D, seed=seed + 1, dtype=dtype).transpose(1, 2)
     mask = torch.stack([holes_mask(N, seed + b)[-Q:] for b in range(2)]) if masked else None
-    bias = random(2, H, N, seed=seed + 2) if biased else None
+    log_weights = random(2, H, N, seed=seed + 2) if grouped else None
     weights = random(size, seed=seed + 3).abs() if weighted else None
     padding = [min(p, N) for p in padding]
     valid = left_padded(N, tuple(padding))
     query.masked_fill_(~valid[:, None, -Q:, None], garbage)
     key.masked_fill_(~valid[:, None, :, None], garbage)
     before = query.clone(), key.clone(), valid.clone()
-    options: dict[str, Any] = {"softcap": softcap, "valid": valid, "bias": bias, "scale": scale}
+    options: dict[str, Any] = {"softcap": softcap, "valid": valid, "scale": scale}
+    options["log_weights"] = log_weights
     options["mask"] = None if mask is None else mask[:, None]
     kernel_size, pooling = window[1]
     with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", enabled=autocast):
@@ -107,7 +108,7 @@ def test_scores_equal_the_loops(
         q, k = query[b, :, max(0, p - (N - Q)) :], key[b, :, p:]
         own: dict[str, Any] = {"softcap": softcap, "scale": scale or D**-0.5}
         own["mask"] = None if mask is None else mask[b, max(0, p - (N - Q)) :, p:]
-        own["bias"] = None if bias is None else bias[b, :, p:]
+        own["log_weights"] = None if log_weights is None else log_weights[b, :, p:]
         want = naive(q, k, **own).float()
         torch.testing.assert_close(got[b, :, p:], want, atol=1e-5, rtol=1e-4)
         assert not got[b, :, :p].any()

@@ -39,7 +39,7 @@ def inputs(*, Q: int = N, softcap: float | None = None, masked: bool = False) ->
         scale=0.5,
         softcap=softcap,
         mask=mask,
-        bias=random(B, H, N, seed=3).abs(),
+        log_weights=random(B, H, N, seed=3).abs(),
         weight=lambda: random(H * G, HIDDEN, DV, seed=4),
     )
 
@@ -49,8 +49,14 @@ def attention_of(layer: LayerInputs, b: int, head: int, i: int) -> dict[int, flo
     Q, h = layer.query.shape[2], head // G
     mask = torch.ones(Q, N).tril(N - Q) > 0 if layer.mask is None else layer.mask[b, 0]
     mask = (mask & layer.valid[b])[i : i + 1]
-    options = {"scale": 0.5, "softcap": layer.softcap, "mask": mask, "bias": layer.bias[b, h]}
-    paid = naive_attention(layer.query[b, head, i : i + 1], layer.key[b, h], **options)[0]
+    (paid,) = naive_attention(
+        layer.query[b, head, i : i + 1],
+        layer.key[b, h],
+        scale=0.5,
+        softcap=layer.softcap,
+        mask=mask,
+        log_weights=layer.log_weights[b, h],
+    )
     return {j: float(paid[j]) for j in mask[0].nonzero()[:, 0].tolist()}
 
 

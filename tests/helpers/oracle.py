@@ -227,10 +227,10 @@ def measured_similarity():
         yield found
 
 
-def naive_attention(query, key, *, scale, softcap=None, mask=None, bias=None):
+def naive_attention(query, key, *, scale, softcap=None, mask=None, log_weights=None):
     """Attention `[Q, N]` of one head's last `Q` tokens, in float64, one query after the other.
 
-    A query sees itself and what is before it, or what `mask` `[Q, N]` says; `bias` is `[N]`.
+    A query sees itself and what is before it, or what `mask` `[Q, N]` says; `log_weights` is `[N]`.
     """
     Q, N = len(query), len(key)
     attention = torch.zeros(Q, N, dtype=torch.float64)
@@ -239,8 +239,8 @@ def naive_attention(query, key, *, scale, softcap=None, mask=None, bias=None):
         logits = [scale * float(key[j].double() @ query[i].double()) for j in seen]
         if softcap is not None:
             logits = [softcap * math.tanh(x / softcap) for x in logits]
-        if bias is not None:
-            logits = [x + float(bias[j]) for x, j in zip(logits, seen, strict=True)]
+        if log_weights is not None:
+            logits = [x + float(log_weights[j]) for x, j in zip(logits, seen, strict=True)]
         total = sum(math.exp(x) for x in logits)
         for j, x in zip(seen, logits, strict=True):
             attention[i, j] = math.exp(x) / total
