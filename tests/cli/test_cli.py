@@ -22,6 +22,7 @@ from rich.console import Console
 
 import mmkv
 from helpers.commands import complaint, run
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from helpers.picture_chat import LAYERS, make_picture_chat, picture_chat
 from helpers.profiles import profile_of
@@ -244,7 +245,7 @@ class TestChat:
             said = complaint(capsys, "chat", *question, "--kv-dtype", "8")
             assert "int8, int4" in said
 
-    @pytest.mark.parametrize("budget", ["0", "-5", "0.0", "1.5", "-0.2", "3"])
+    @cases("budget", ["0", "-5", "0.0", "1.5", "-0.2", "3"], "0", "1.5", "3")
     def test_budget_out_of_range_or_below_pinned_tokens_raises(self, capsys, picture, budget):
         words = ("--policy", "streaming", "--budget", budget)
         said = complaint(capsys, "chat", picture, QUESTION, *words)
@@ -252,8 +253,8 @@ class TestChat:
         assert ("4 tokens" in said) == (budget == "3")
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
+@cases(
+    "words, expected",
     [
         (("--policy", "prefixvk"), "Did you mean 'prefixkv'?"),
         (("--option", "windo=3", "--policy", "snapkv"), "Did you mean 'window'?"),
@@ -272,6 +273,7 @@ class TestChat:
         (("--device", "meta"), "device 'meta'"),
         (("--dtype", "int8"), "dtype 'int8'"),
     ],
+    *(("--policy", "prefixvk"), ("--option", "average_heads=maybe"), ("--model", "bare")),
 )
 def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, expected):
     monkeypatch.chdir(tmp_path)
@@ -280,8 +282,8 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
     assert expected in complaint(capsys, "chat", picture, QUESTION, *words)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
+@cases(
+    "words, expected",
     [
         (("none.png", "x"), "'none.png': no such file\n"),
         (("text.png", "x"), "not a picture in a known format"),
@@ -297,6 +299,7 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
         (("--json",), "--json needs a question"),
         (("--profile", "p.json"), "profile p.json: No such file"),
     ],
+    *(("none.png", "x"), ("whole.png", "x", "--out", "kept.xyz"), ("--json",)),
 )
 def test_wrong_use_raises_before_model_loads(
     capsys, picture, monkeypatch, tmp_path, words, expected
@@ -377,7 +380,7 @@ def test_serve_refuses_before_vllm_starts(capsys, monkeypatch, words, why):
     assert why in complaint(capsys, "serve", "some/model", *words)
 
 
-@pytest.mark.parametrize("width", ["80", "200"])
+@cases("width", ["80", "200"], "80")
 @pytest.mark.parametrize("which", ["policies", "--parts"])
 def test_policies_and_parts_are_listed_with_their_options(capsys, monkeypatch, width, which):
     monkeypatch.setenv("COLUMNS", width)
@@ -495,7 +498,7 @@ def test_verdict_gives_first_difference_and_gain():
 
 
 @pytest.mark.usefixtures("load")
-@pytest.mark.parametrize("words", [("Hi",), ("Hi", "--budget", "0.5"), ("Hi", "--policy", "full")])
+@cases("words", [("Hi",), ("Hi", "--budget", "0.5"), ("Hi", "--policy", "full")], ("Hi",))
 def test_full_size_cache_gives_the_reason(capsys, words):
     out, _, code = run(capsys, "chat", *words, *SHORT)
     assert code == 0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers.marks import cases
 from helpers.sizes import of_row
 from mmkv.policies.pyramidinfer import geometric
 from mmkv.sizes import adaptive_heads, fit, pooled, prefix, pyramid, squeeze, uniform
@@ -202,7 +203,7 @@ def test_squeeze_is_uniform_without_three_distinct_values(similarity: list[float
 # prefix and pooled
 
 
-@pytest.mark.parametrize("seed", range(3))
+@cases("seed", range(3), 0)
 def test_prefix_equals_bisection_and_pooled_equals_the_greedy_loop(seed: int) -> None:
     importance = random(5, 12, seed=seed)
     for total in range(0, 61, 3):

@@ -8,7 +8,7 @@ import torch
 import mmkv
 from helpers.marks import cases
 from helpers.models import IMAGE, VOCAB, make_inputs, make_model, row_of
-from helpers.oracle import USUAL, generate, prefilled, top, window_scores
+from helpers.oracle import generate, prefilled, top, window_scores
 from helpers.sizes import row_sizes
 from mmkv.registry import exact_share
 
@@ -78,7 +78,7 @@ def test_generated_tokens_taking_the_whole_budget_are_noted(text_model):
     assert cache.report().notes[-1] == text
 
 
-@cases("policy", mmkv.list_policies(), *USUAL)
+@cases("policy", mmkv.list_policies(), "prefixkv", "h2o", "condense")
 def test_protected_text_above_the_budget_stays_in_every_turn(models, policy):
     """The demo's second turn: the text of both is more than a fifth of the tokens seen."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (40,))
@@ -98,7 +98,7 @@ def test_protected_text_above_the_budget_stays_in_every_turn(models, policy):
     assert "protected text" in cache.report().notes[-1]
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "pyramidinfer", "xkv"])
+@cases("policy", ["snapkv", "pyramidinfer", "xkv"], "snapkv")
 def test_rows_of_a_later_turn_observe_with_the_queries_they_have(models, policy):
     """A turn whose rows are of different lengths, some shorter than the window: as if alone."""
     model, inputs = models("llama"), make_inputs("llama", (60, 60))
@@ -129,8 +129,10 @@ def test_rows_of_a_later_turn_observe_with_the_queries_they_have(models, policy)
             assert (x[b][:, own.shape[-1] :] == -1).all()
 
 
-@pytest.mark.parametrize(
-    "split", [{"layers": "prefix"}, {"layers": "pooled"}, {"layers": "uniform", "heads": "global"}]
+@cases(
+    "split",
+    [{"layers": "prefix"}, {"layers": "pooled"}, {"layers": "uniform", "heads": "global"}],
+    {"layers": "prefix"},
 )
 @pytest.mark.parametrize(("protect", "budget"), [("none", 0.5), ("instruction", 0.2)])
 def test_a_later_turn_may_have_fewer_tokens_left_than_its_budget(models, split, protect, budget):
@@ -182,8 +184,6 @@ def simulated(decode, first, n, size, steps, distance, sinks):
         ("h2o", {"layers": "prefix", "heads": "adaptive"}),
     ],
     ("prefixkv", {"distance": 4}),
-    ("pyramidkv", {"window": 2, "heads": "adaptive", "decode": "ratio", "distance": 3}),
-    ("streaming", {"sinks": 3}),
     ("h2o", {}),
 )
 def test_budget_counts_generated_tokens_by_decoding_part(models, policy, options, budget):

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import mmkv
+from helpers.marks import cases
 from helpers.picture_chat import picture_chat
 from helpers.text_chat import text_chat
 from mmkv import chat
@@ -72,7 +73,7 @@ def test_pictures_are_asked_about_in_words():
         assert seen(context, ASKED) == ids_of(processor, [user(one, two), said, user(ASKED)])
 
 
-@pytest.mark.parametrize("system", [True, False])
+@cases("system", [True, False], True)
 def test_texts_and_turns_are_one_conversation(system, tmp_path):
     """Byte by byte what the template writes of all of it at once."""
     model, tokenizer = text_chat()

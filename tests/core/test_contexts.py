@@ -49,7 +49,7 @@ def ask(context, given, **options):
     return torch.stack(out.logits), out.sequences, out.past_key_values
 
 
-@cases("variant", DECODING, "condense", "expected", "h2o", ids=str)
+@cases("variant", DECODING, "condense", "h2o", ids=str)
 def test_asking_equals_masking(models, variant):
     """Behind what `read` left, nothing is evicted but what decoding drops."""
     model, inputs = models("llama"), make_inputs("llama", (90, 41))
@@ -75,7 +75,7 @@ def test_asking_equals_masking(models, variant):
     torch.testing.assert_close(logits, expected[1:], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@cases("policy", POLICIES, "condense", "h2o")
 def test_questions_at_once_equal_one_by_one(models, policy):
     """The context stays as it is; a batch of questions of any length is each by itself."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70,))
@@ -98,8 +98,7 @@ def test_questions_at_once_equal_one_by_one(models, policy):
 @cases(
     "name",
     [*zoo.FEW, "FalconForCausalLM", "GPTNeoXForCausalLM", "Gemma2ForCausalLM"],
-    *("LlavaForConditionalGeneration", "OPTForCausalLM", "FalconForCausalLM"),
-    "Gemma2ForCausalLM",
+    *("LlavaForConditionalGeneration", "Gemma2ForCausalLM"),
 )
 def test_every_kind_of_model(name, tmp_path):
     model = zoo.model_of(name)
@@ -126,7 +125,7 @@ def test_every_kind_of_model(name, tmp_path):
         "LlavaForConditionalGeneration",
         "InternVLForConditionalGeneration",
     ],
-    "Qwen2_5_VLForConditionalGeneration",
+    "LlavaForConditionalGeneration",
 )
 def test_appended_frames_equal_all_frames(name):
     """At full budget: pictures, their grids and positions are those of the whole prompt."""
@@ -178,7 +177,7 @@ def _behind(inputs, asked):
     return found
 
 
-@pytest.mark.parametrize("policy", ["condense", "h2o", "snapkv"])
+@cases("policy", ["condense", "h2o", "snapkv"], "h2o", "snapkv")
 def test_append_equals_a_turn(models, policy):
     """`append` competes with what is held, as the next turn of a conversation does."""
     model, inputs = models("llama"), make_inputs("llama", (60, 41))
@@ -264,7 +263,7 @@ def test_loaded_context_equals_saved_one(models, policy, kv_dtype, tmp_path):
 @cases(
     "policy, kv_dtype",
     [("condense", x) for x in TYPES] + [("h2o", None), ("snapkv", "int8"), ("adakv", "int4")],
-    "condense",
+    ("condense", "int4"),
 )
 def test_a_saved_context_has_about_the_bytes_of_its_cache(policy, kv_dtype, tmp_path):
     config, path = CONFIGS["LlamaForCausalLM"](), tmp_path / "read"
@@ -277,7 +276,7 @@ def test_a_saved_context_has_about_the_bytes_of_its_cache(policy, kv_dtype, tmp_
     assert path.stat().st_size <= 1.1 * context.nbytes + given + 4096
 
 
-@pytest.mark.parametrize("lengths", [(88, 47), (12,)], ids=str)
+@cases("lengths", [(88, 47), (12,)], (88, 47), ids=str)
 @cases(
     "name",
     ["Gemma3ForCausalLM", "Gemma2ForCausalLM", "Gemma4ForCausalLM", "Llama4ForCausalLM"],
@@ -582,7 +581,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@cases("name", HOSTILE, *list(HOSTILE)[::5])
+@cases("name", HOSTILE, *list(HOSTILE)[::10])
 def test_a_hostile_file_is_refused(models, read_file, name, tmp_path):
     """Signed anew: each change is found by its own check, not by the digest of the whole."""
     model, path = models("llama"), tmp_path / "bad"
@@ -597,7 +596,7 @@ def test_a_hostile_file_is_refused(models, read_file, name, tmp_path):
     assert len(str(found.value)) < 400
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "condense"])
+@cases("policy", ["snapkv", "condense"], "snapkv")
 def test_hostile_masks_of_kept_or_grouped_tokens_raise(models, policy, tmp_path):
     model, path, n = models("llama"), tmp_path / "read", 0
     with mmkv.wrapped(model, policy, 0.4, **short(policy)):
@@ -737,7 +736,7 @@ def test_seconds_of_films_are_remembered(tmp_path):
         close(ask(context, asked)[0], both)
 
 
-@pytest.mark.parametrize("rows", [(60,), (60, 41)], ids=str)
+@cases("rows", [(60,), (60, 41)], (60, 41), ids=str)
 def test_a_question_is_asked_with_beams(models, rows):
     model, inputs = models("llama"), make_inputs("llama", rows)
     asked = question(8, rows=len(rows))

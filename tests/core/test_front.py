@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 
 import mmkv
 from helpers import commands
+from helpers.marks import cases
 from helpers.masking import generate
 from helpers.models import make_inputs, make_model
 from mmkv import budgets
@@ -52,7 +53,7 @@ warns = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarn
 
 
 @warns
-@pytest.mark.parametrize("around", AROUND)
+@cases("around", AROUND, "both")
 def test_a_model_is_found_inside_another(text_model, around):
     with mmkv.wrapped(make_model("llama"), "h2o", 0.3) as plain:
         expected, cache = answer(plain)
@@ -86,7 +87,10 @@ def test_a_model_is_found_inside_another(text_model, around):
     [
         ("LoraConfig", {"init_lora_weights": False}),
         ("PromptTuningConfig", {"num_virtual_tokens": 7}),
-        ("PromptEncoderConfig", {"num_virtual_tokens": 7, "encoder_hidden_size": 16}),
+        pytest.param(
+            *("PromptEncoderConfig", {"num_virtual_tokens": 7, "encoder_hidden_size": 16}),
+            marks=pytest.mark.slow,
+        ),
         ("PrefixTuningConfig", {"num_virtual_tokens": 7}),
     ],
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mmkv
 from helpers import zoo
-from helpers.marks import since
+from helpers.marks import cases, since
 from helpers.masking import held_sets, masked_logits
 from helpers.models import IMAGE, make_inputs, scaled_model
 from helpers.oracle import generate, prefilled, top, window_scores
@@ -124,7 +124,7 @@ def test_vlcache_keeps_tokens_read_by_text_after_picture():
         assert kept[layer][h] == best | set(range(N - recent, N))
 
 
-@pytest.mark.parametrize("budget", [20, 44, 75])
+@cases("budget", [20, 44, 75], 44)
 def test_lookm_adds_the_largest_score_to_those_of_text(budget):
     """As the paper writes it: A[text] += max(A), then the best and the most recent, half each."""
     plain, late, images = Plain("llava-llama"), set(range(N - budget // 2, N)), set[int]()
@@ -156,7 +156,7 @@ def test_h2o_decoding_drops_the_lightest(plain):
             assert held[t + 1][layer][h] == alive
 
 
-@pytest.mark.parametrize("window", [1, 6])
+@cases("window", [1, 6], 6)
 def test_tova_drops_what_the_newest_query_attends_to_least(plain, window):
     """... over all heads of a layer, in the prompt's eviction and in every step."""
     held, weights = plain.followed("tova", 20, 30, window=window)

@@ -7,6 +7,7 @@ import torch
 
 import mmkv
 from helpers import zoo
+from helpers.marks import cases
 from helpers.oracle import prefilled
 from mmkv.layer_inputs import Rotary, rotate
 from mmkv.policy import Score
@@ -26,6 +27,7 @@ CLASSES = [
     "Glm4vMoeForConditionalGeneration",
     "Llama4ForCausalLM",
 ]
+QUICK = ("LlamaForCausalLM", "OPTForCausalLM", "Qwen2VLForConditionalGeneration")
 
 
 class Recording(Score):
@@ -45,7 +47,7 @@ def recorded(model, inputs):
     return list(Recording.seen)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@cases("name", CLASSES, *QUICK)
 def test_layer_inputs_equal_module_outputs(name, monkeypatch):
     """Queries and keys are what the model turned, and turned once more what it attended with.
 
@@ -102,7 +104,7 @@ def test_layer_inputs_equal_module_outputs(name, monkeypatch):
         torch.testing.assert_close(again, layer.query.float(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@cases("name", CLASSES, *QUICK)
 def test_positions_ahead_are_those_of_the_next_tokens(name):
     """The embedding n positions behind a prompt is the last one's of a prompt n tokens longer."""
     model = zoo.make(name)

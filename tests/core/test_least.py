@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mmkv
+from helpers.marks import cases
 from helpers.masking import pairs_of
 from helpers.models import make_inputs, next_turn
 from helpers.oracle import generate, short
@@ -52,7 +53,7 @@ def test_the_floor_is_split_as_the_policy_splits(models, policy, options):
     assert all(map(torch.equal, held[0], wanted[0]))
 
 
-@pytest.mark.parametrize("measured", [False, True])
+@cases("measured", [False, True], True)
 def test_short_prompt_equals_unwrapped_model(models, monkeypatch, measured):
     """Condense's own default: 64 tokens are kept whole, without a score; of 65 one is gone.
 
@@ -75,9 +76,7 @@ def test_short_prompt_equals_unwrapped_model(models, monkeypatch, measured):
             assert cache.report().kept_fraction == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("snapkv", {"window": 6}), ("h2o", {}), ("condense", {})]
-)
+@cases("name, options", [("snapkv", {"window": 6}), ("h2o", {}), ("condense", {})], "snapkv", "h2o")
 def test_the_floor_is_on_all_tokens_seen(models, name, options):
     """In a later turn, and after each chunk, as much as of one prompt of that length."""
     model, first = models("llama"), make_inputs("llama", (30, 45))
@@ -107,7 +106,7 @@ def states(output):
     return [x.keeping() for x in output.past_key_values.compressed]
 
 
-@pytest.mark.parametrize("sinks", [0, 20])  # 20: of the shorter row more than its share
+@cases("sinks", [0, 20], 0)  # 20: of the shorter row more than its share
 def test_ratio_counts_where_it_exceeds_the_floor(models, sinks):
     """PrefixKV drops one token a step, down to 40 or to two fifths of all tokens seen."""
     model, inputs = models("llama"), make_inputs("llama", (60, 30))

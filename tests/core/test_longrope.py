@@ -6,7 +6,7 @@ import torch
 import mmkv
 from helpers import zoo
 from helpers.configs import CONFIGS
-from helpers.marks import since
+from helpers.marks import cases, since
 from helpers.masking import generate, held_by, held_sets
 from helpers.models import make_inputs
 from helpers.oracle import short
@@ -54,8 +54,8 @@ def close(got, expected):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("length", "replays"),
+@cases(
+    "length, replays",
     [
         (50, False),
         (50, True),
@@ -64,6 +64,7 @@ def close(got, expected):
         (SHORT + 1, False),
         (90, True),
     ],
+    *((50, False), (SHORT, True)),
 )
 def test_full_budget_with_longrope_equals_the_unwrapped_model(phi, monkeypatch, length, replays):
     """At every place of the change: behind, within and before the reply."""
@@ -98,7 +99,7 @@ def test_a_turn_across_the_change_equals_the_unwrapped_model(phi):
 
 
 @pytest.mark.parametrize("asked", [8, 20], ids=["in the reply", "in the question"])
-@pytest.mark.parametrize("policy", ["snapkv", "condense", "h2o"])
+@cases("policy", ["snapkv", "condense", "h2o"], "h2o")
 def test_a_question_across_the_change_evicts_nothing_of_itself(phi, policy, asked):
     """The context is read again as a context: under its budget, and without the question."""
     document, question = ids(50), ids(asked, seed=4)
@@ -152,7 +153,7 @@ def test_phi3_without_longrope_reads_a_question_alone():
 
 @since("5.21")
 @pytest.mark.parametrize("chunk", [20, 100], ids="chunks of {}".format)
-@pytest.mark.parametrize("policy", ["snapkv", "h2o", "xkv", "kvzip"])
+@cases("policy", ["snapkv", "h2o", "xkv", "kvzip"], "h2o")
 def test_a_prompt_in_chunks_across_the_change_is_the_whole_prompt(phi, policy, chunk):
     document = ids(150)
     with mmkv.wrapped(phi, policy, 0.4, **short(policy)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.marks import cases
 from helpers.models import left_padded
 from mmkv import tensors as tiling
 from mmkv.scores.observers import observer_scores, output_root
@@ -57,8 +58,8 @@ def naive(query, key, value, weight, *, run, scale, softcap=None, log_weights=No
 
 
 @pytest.mark.parametrize("stride", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@cases("layout", LAYOUTS, (6, 2))
+@cases("dtype", DTYPES, torch.float32)
 def test_equals_the_loop_on_each_row_alone(layout, dtype, stride):
     (Hq, H), B, N, D, Dv, padding = layout, 3, 26, 8, 6, (0, 5, 17)
     query, key = random(B, Hq, N, D, seed=1, dtype=dtype), random(B, H, N, D, seed=2, dtype=dtype)
@@ -96,7 +97,7 @@ def test_earlier_tokens_are_observed_by_last_queries(padding: int, stride: int) 
     torch.testing.assert_close(got[0, :, padding:], want, rtol=2e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("whole", "spread"), [(4, [0, 11]), (3, [0]), (1, []), (2, [0])])
+@cases("whole, spread", [(4, [0, 11]), (3, [0]), (1, []), (2, [0])], (4, [0, 11]), (1, []))
 def test_whole_queries_observe_the_whole_prompt(whole: int, spread: list[int], monkeypatch) -> None:
     """Half of them the last ones, others evenly before; scaled by head, the larger counts."""
     monkeypatch.setattr(tiling, "_CPU_TILE_PER_THREAD", 3 * 4 * 24 * 2)

@@ -81,7 +81,7 @@ def agrees(model, inputs, variant, kv_dtype, new=NEW):
 @cases(
     "variant, kv_dtype",
     [(x, "int4") for x in VARIANTS] + [(x, "int8") for x in (GROUPS, DROPS)],
-    (GROUPS, "int4"),
+    "snapkv-budget=44",
     ids=str,
 )
 def test_eviction_equals_masking(doubles, variant, kv_dtype):
@@ -90,12 +90,13 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
     agrees(doubles("llava-llama"), inputs, variant, kv_dtype)
 
 
-@pytest.mark.parametrize(
-    ("policy", "options", "rounds"),
+@cases(
+    "policy, options, rounds",
     [
         ("snapkv", {"decode": "rounds", "every": 16, "latest": 3}, range(19, NEW, 16)),
         ("adakv", {"decode": "rounds", "every": 40, "latest": 0}, [40]),
     ],
+    "adakv",
     ids=str,
 )
 def test_the_newest_stay_exact_where_generated_tokens_are_evicted(doubles, policy, options, rounds):
@@ -109,7 +110,7 @@ def test_the_newest_stay_exact_where_generated_tokens_are_evicted(doubles, polic
     torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kv_dtype", BITS)
+@cases("kv_dtype", BITS, "int4")
 @cases("policy", ["prefixkv", "streaming", "adakv", "xkv"], "prefixkv")
 def test_turns_equal_masking(doubles, policy, kv_dtype):
     """A new turn reads what the last one kept; what was in codes has the same codes again."""
@@ -133,7 +134,7 @@ def test_turns_equal_masking(doubles, policy, kv_dtype):
     torch.testing.assert_close(torch.cat([first, more]).double(), expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kv_dtype", BITS)
+@cases("kv_dtype", BITS, "int4")
 def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
     """Slots are added when none is left; tokens fed together see what they see one by one."""
     model, inputs = doubles("llama"), make_inputs("llama", (30,))
@@ -185,7 +186,7 @@ def test_bytes_fall_with_bits(kv_dtype, bits_each):
         assert sum(storages.values()) == cache.nbytes - slots
 
 
-@pytest.mark.parametrize("kv_dtype", BITS)
+@cases("kv_dtype", BITS, "int4")
 @cases("policy", ["prefixkv", "adakv", "full"], "adakv")
 def test_the_reported_error(doubles, policy, kv_dtype):
     """|x - as read| / |x| of each row's kept keys and values, averaged over rows and layers."""
@@ -246,7 +247,7 @@ def stored(pairs, kv_dtype, **options):
 WIDTHS = [(16, 16), (15, 15), (64, 64), (80, 80), (96, 64), (128, 128), (192, 128)]
 
 
-@pytest.mark.parametrize(("D", "Dv"), WIDTHS)
+@cases("D, Dv", WIDTHS, (15, 15), (96, 64))
 @pytest.mark.parametrize("kv_dtype", BITS)
 def test_pairs_are_read_as_defined(kv_dtype, D, Dv):
     pairs = some_pairs(D, Dv, torch.float64)
@@ -348,7 +349,7 @@ def test_selected_rows_take_codes_and_window_along(kv_dtype):
         assert torch.equal(chosen, whole[rows])
 
 
-@pytest.mark.parametrize("kv_dtype", BITS)
+@cases("kv_dtype", BITS, "int4")
 def test_the_newest_are_exact_and_older_ones_written_as_codes(kv_dtype):
     """At least 32 and at most 48; a token that takes a slot replaces what is held of the last."""
     pairs = some_pairs(64, 64, torch.float64)

@@ -56,12 +56,12 @@ def agrees(model, variant, inputs=None, settings=None, **options):
             same_as_alone(together, alone, b)
 
 
-@cases("variant", RAGGED, "snapkv", "elastic", "defensive", ids=str)
+@cases("variant", RAGGED, "snapkv", ids=str)
 def test_a_ragged_turn_equals_singles(models, variant):
     agrees(models("llama"), variant)
 
 
-@cases("variant", MASKED, "snapkv", "elastic", ids=str)
+@cases("variant", MASKED, "snapkv", ids=str)
 def test_evicting_in_ragged_turns_equals_masking(models, variant):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     options = options_of(variant)
@@ -73,7 +73,7 @@ def test_evicting_in_ragged_turns_equals_masking(models, variant):
 
 
 @since("5.21")
-@cases("variant", IN_CHUNKS, "snapkv", "condense", ids=str)
+@cases("variant", IN_CHUNKS, "snapkv", ids=str)
 def test_a_ragged_turn_in_chunks_equals_singles(models, variant):
     """A row's last queries may lie in several chunks, with padding between."""
     agrees(models("llama"), variant, prefill_chunk_size=7)
@@ -95,7 +95,7 @@ def test_a_ragged_turn_with_pictures_equals_singles(models, variant):
     agrees(models("llava-llama"), variant, inputs, pictures=[1])
 
 
-@cases("variant", RAGGED, "snapkv", "xkv", "elastic", ids=str)
+@cases("variant", RAGGED, "snapkv", "xkv", ids=str)
 def test_prompt_with_hidden_tokens_equals_prompt_without(models, variant):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     hidden = torch.tensor([[10, 11, 12, 40, 85], [70, 71, 72, 73, 88], [50, 52, 54, 80, 81]])

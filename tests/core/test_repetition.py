@@ -8,6 +8,7 @@ import torch
 
 import mmkv
 from helpers import zoo
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model, next_turn
 from helpers.oracle import prefilled, top
 from mmkv.layer_inputs import LayerInputs
@@ -111,8 +112,8 @@ def best_of_all(scores, total, sinks=4):
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "llava-llama"])
-@pytest.mark.parametrize(("size", "asked"), [(2048, []), (19, [7, 8, 9])])
+@cases("name", ["llama", "llava-llama"], "llava-llama")
+@cases("size, asked", [(2048, []), (19, [7, 8, 9])], (19, [7, 8, 9]))
 @pytest.mark.parametrize("policy", ["kvzip", "kvzip-plus"])
 def test_kept_tokens_are_those_read_by_repetition(policy, name, size, asked) -> None:
     """Pictures are repeated by the embeddings that the decoder was given."""

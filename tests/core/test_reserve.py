@@ -43,7 +43,7 @@ def test_few_slots_are_empty(models, variant):
         assert slots <= 1.04 * 9 / 8 * (kept + R) + 16 * R
 
 
-@cases("policy", [p for p in DECODERS if p != "full"], "h2o")
+@cases("policy", [p for p in DECODERS if p != "full"])
 def test_a_compressed_cache_is_never_larger_than_the_full_one(models, policy):
     """At every token of a long answer, where 16 tokens a head were dropped on average."""
     model, inputs = models("llama"), make_inputs("llama", (120,))
@@ -65,7 +65,7 @@ def test_no_slot_is_reserved_beyond_the_last_token(models, new):
     assert found[-1][0] == found[0][0]
 
 
-@pytest.mark.parametrize("each", [1, 3, 40])
+@cases("each", [1, 3, 40], 3, 40)
 def test_tokens_in_added_slots_are_kept(models, each):
     """One at a time or several, up to the last slot and beyond it."""
     model, inputs = models("llama"), make_inputs("llama", (60, 41))

@@ -53,6 +53,7 @@ def holes_mask(N: int, seed: int) -> Tensor:
     return mask
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(
     N=st.integers(2, 24),

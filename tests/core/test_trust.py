@@ -98,7 +98,7 @@ class TestOurAttentionRuns:
 class TestMasksOverThePast:
     """Masked tokens are neither attended to nor scored nor counted."""
 
-    @pytest.mark.parametrize("budget", [1.0, 0.5])
+    @cases("budget", [1.0, 0.5], 0.5)
     @cases("policy", ["full", "snapkv", "prefixkv", "h2o", "streaming", "adakv"], "prefixkv", "h2o")
     def test_chat_with_a_row_that_ended_early(self, models, policy, budget):
         """Each row of the second turn is what it is alone, without the other's pads."""
@@ -141,7 +141,7 @@ class TestMasksOverThePast:
             assert not ((held >= 60 + ended) & (held < 60 + total)).any()
         assert cache.lengths == [92, 92 - (total - ended)]
 
-    @pytest.mark.parametrize("policy", ["full", "snapkv", "prefixkv", "h2o", "adakv"])
+    @cases("policy", ["full", "snapkv", "prefixkv", "h2o", "adakv"], "h2o", "adakv")
     def test_a_step_with_holes_in_its_mask(self, models, policy):
         """The hidden tokens are not attended to in that step, and come back in the next."""
         model, inputs = models("llama"), make_inputs("llama", (60, 41))
@@ -213,7 +213,7 @@ class TestMasksOverThePast:
 
 
 class TestCopies:
-    @pytest.mark.parametrize("policy", ["snapkv", "xkv", "squeeze"])
+    @cases("policy", ["snapkv", "xkv", "squeeze"], "xkv")
     def test_a_deep_copy_is_independent(self, text_model, policy):
         inputs = make_inputs("llama", (70,))
         mmkv.wrap(text_model, policy, 0.5, **short(policy))
@@ -247,7 +247,7 @@ class TestCopies:
         assert generate(text_model, inputs, new=3)[2].nbytes
 
     @pytest.mark.parametrize("how", ["pickle", "torch.save"])
-    @pytest.mark.parametrize("policy", ["snapkv", "xkv"])
+    @cases("policy", ["snapkv", "xkv"], "xkv")
     def test_a_wrapped_model_can_be_saved_whole(self, text_model, how, policy):
         inputs = make_inputs("llama", (70,))
         mmkv.wrap(text_model, policy, 0.5, **short(policy))
@@ -301,7 +301,7 @@ class TestWhatPoliciesAreGiven:
 
 
 class TestModes:
-    @cases("policy", ["snapkv", "prefixkv", "h2o", "streaming", "adakv"], "snapkv", "h2o")
+    @cases("policy", ["snapkv", "prefixkv", "h2o", "streaming", "adakv"], "snapkv")
     def test_prefill_in_inference_mode_then_decoding_without(self, models, policy):
         model, inputs = models("llama"), make_inputs("llama", (60, 41))
         words = torch.randint(4, 120, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -323,7 +323,7 @@ class TestModes:
         torch.testing.assert_close(found[1][0], found[0][0])
         assert torch.equal(found[1][1], found[0][1])
 
-    @pytest.mark.parametrize("policy", ["condense", "kvzip", "h2o", "prefixkv"])
+    @cases("policy", ["condense", "kvzip", "h2o", "prefixkv"], "h2o", "prefixkv")
     @pytest.mark.filterwarnings("ignore:.*full backward hook")
     def test_gradients_of_prompt_are_right_and_later_ones_raise(self, text_model, policy):
         inputs = make_inputs("llama", (40, 27))

@@ -1,6 +1,7 @@
 """What values and unlike keys add to attention, against loops over heads, queries and tokens."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import mmkv
+from helpers.marks import cases
 from helpers.models import random
 from helpers.oracle import naive_attention, pool
 from mmkv.cache.selection import importance
@@ -88,8 +90,8 @@ def naive_residuals(layer: LayerInputs, last: int, weights: list[float] | None =
     return result
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("masked", [False, True])
+@cases("softcap", [None, 1.5], 1.5)
+@cases("masked", [False, True], True)
 @pytest.mark.parametrize(("Q", "last"), [(N, WINDOW), (7, 7)])
 def test_residuals_equal_the_loop(Q: int, last: int, masked: bool, softcap: float | None):
     layer = inputs(Q=Q, softcap=softcap, masked=masked)
@@ -125,8 +127,11 @@ def norm_of(layer: LayerInputs, b: int, h: int, j: int, kind: str) -> float:
     return sum(float((weight[h * G + g] @ v).abs().sum()) for g in range(G)) / G
 
 
-@pytest.mark.parametrize("value", ["norm", "output", "residual"])
-@pytest.mark.parametrize("part", ["window", "accumulated"])
+@cases(
+    "part, value",
+    itertools.product(["window", "accumulated"], ["norm", "output", "residual"]),
+    *(("window", "norm"), ("window", "residual"), ("accumulated", "output")),
+)
 def test_value_option_equals_formula(part: str, value: Any):
     layer = inputs()
     if part == "window":

@@ -4,7 +4,6 @@ import copy
 import threading
 from contextlib import contextmanager
 
-import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
@@ -232,7 +231,7 @@ def test_a_model_spread_by_accelerate(models, policy, spread, tmp_path):
         same(found[1], found[0])
 
 
-@cases("policy", ["kvzip", "kvzip-plus", "squeeze", "expected", "xkv"], "kvzip", "squeeze")
+@cases("policy", ["kvzip", "kvzip-plus", "squeeze", "expected", "xkv"], "squeeze")
 def test_another_thread_runs_in_the_middle_of_each_pass(models, policy):
     """What a pass remembers of the layers lies with the pass, not with their modules."""
     model, here = models("llama"), threading.get_ident()
@@ -254,7 +253,7 @@ def test_another_thread_runs_in_the_middle_of_each_pass(models, policy):
         same(words, others)
 
 
-@cases("policy", READERS, "adakv", "squeeze")
+@cases("policy", READERS, "adakv")
 def test_policy_under_autocast_equals_masking(models, policy):
     """Scores are float32 there; of logits up to 5, held in steps of 1/32, evicting is masking."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS)
@@ -280,7 +279,7 @@ def test_policy_under_autocast_equals_masking(models, policy):
         torch.testing.assert_close(logits, expected, atol=0.2, rtol=0)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "condense"])
+@cases("policy", ["snapkv", "condense"], "snapkv")
 def test_embeddings_are_read_as_their_tokens(models, policy):
     model, inputs = models("llama"), make_inputs("llama", (40, 23))
     embeds = model.get_input_embeddings()(inputs["input_ids"])

@@ -187,7 +187,11 @@ class TestRows:
         assert not mmkv.is_wrapped(model)
 
     @pytest.mark.parametrize(
-        "error", [torch.OutOfMemoryError("x" * 99), RuntimeError("not enough memory: 9 bytes")]
+        "error",
+        [
+            torch.OutOfMemoryError("x" * 99),
+            pytest.param(RuntimeError("not enough memory: 9 bytes"), marks=pytest.mark.slow),
+        ],
     )
     def test_a_row_without_memory_leaves_the_others(self, model, monkeypatch, error):
         real = bench.Bench._make

@@ -10,6 +10,7 @@ from test_eval_report import call
 
 import mmkv
 from helpers.evaluation import WORDS, divergence_of, make_tokenizer, predicted, save_model
+from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from helpers.oracle import short
 from mmkv import calibration, chat
@@ -36,7 +37,11 @@ def checked(model, inputs, policy="snapkv", budgets=(0.3,), **more) -> CheckRepo
     )
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "condense", "h2o", "snapkv:kv_dtype=int8"])
+@cases(
+    "policy",
+    ["snapkv", "condense", "h2o", "snapkv:kv_dtype=int8"],
+    *("h2o", "snapkv:kv_dtype=int8"),
+)
 def test_figures_equal_a_loop_over_tokens(model, prompt, policy):
     """With caches that only grow, and with one that drops a token a step."""
     name, _, dtype = policy.partition(":kv_dtype=")
@@ -59,6 +64,7 @@ def test_figures_equal_a_loop_over_tokens(model, prompt, policy):
     assert not mmkv.is_wrapped(model)
 
 
+@pytest.mark.slow
 def test_means_are_over_tokens_and_the_worst_prompt_is_named(model, monkeypatch):
     """A reply that ends early has fewer tokens; one of a single token says nothing."""
     rows = [make_inputs("llama", (n,), seed=n) for n in (90, 60, 75)]

@@ -8,6 +8,7 @@ import torch
 
 import mmkv
 from helpers.evaluation import asking, divergence_of, make_samples, make_tokenizer, predicted
+from helpers.marks import cases
 from helpers.models import make_inputs, row_of
 from helpers.oracle import short
 from mmkv import forcing
@@ -35,7 +36,7 @@ def test_perplexity_is_over_tokens_and_a_float_or_none():
     assert perplexity(0.0, 0) is perplexity(5000.0, 2) is None
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@cases("policy", POLICIES, "snapkv", "h2o")
 def test_one_pass_equals_token_by_token(model, inputs, policy, monkeypatch):
     with mmkv.wrapped(model, policy, 0.5, **short(policy), **grow(policy)):
         with monkeypatch.context() as patch:
@@ -70,7 +71,7 @@ def test_wrong_number_of_answers_raises(model, inputs):
         score_answers(model, inputs, [[4], [5]])
 
 
-@pytest.mark.parametrize("policy", ["full", "snapkv", "h2o", "prefixkv", "streaming"])
+@cases("policy", ["full", "snapkv", "h2o", "prefixkv", "streaming"], "full", "h2o")
 def test_figures_equal_definitions(model, inputs, policy):
     """Rows of several lengths at once, against each row alone by torch's own divergence."""
     full, _ = log_probabilities(model, inputs, REPLIES)
@@ -210,6 +211,7 @@ def test_distributions_are_computed_once_a_batch(model, samples, tmp_path, monke
         assert two["divergence_sum"] == pytest.approx(one["divergence_sum"], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_means_are_over_tokens(model, samples, tmp_path):
     rows = run(model, samples, tmp_path)
     report = Report(tmp_path)

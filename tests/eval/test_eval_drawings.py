@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from helpers.marks import cases
 from mmkv.eval import scoring
 from mmkv.eval.suites.registry import load_suite
 
 SIZES = {"description": 20, "mmvet": 24, "needle": 40}
 
 
-@pytest.mark.parametrize("suite", SIZES)
+@cases("suite", SIZES, "description", "mmvet")
 def test_drawings_are_deterministic_and_their_answers_are_right(suite):
     first = load_suite(suite, Path("drawings"))
     assert first == load_suite(suite)

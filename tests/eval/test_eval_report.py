@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from helpers.evaluation import save_model
+from helpers.marks import cases
 from helpers.picture_chat import picture_chat
 from mmkv.eval import measure, runner
 from mmkv.eval.cli import commands
@@ -153,8 +154,8 @@ def call(*arguments: Any) -> Any:
     return CliRunner().invoke(commands, list(map(str, arguments)))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
+@cases(
+    "arguments, message",
     [
         (["eval", "descriptoin"], "Did you mean 'description'?"),
         (["eval", "description", "--policies", "snapkx"], "unknown policy 'snapkx'"),
@@ -181,6 +182,8 @@ def call(*arguments: Any) -> Any:
         (["plot", "--budget", "0.1,0.2"], "one budget"),
         (["report", "missing"], "no run here"),
     ],
+    *(["eval", "descriptoin"], ["check", "--within", "0"], ["calibrate", "--budget", "3.0"]),
+    *(["plot", "--out", "x.xyz"], ["report", "missing"]),
 )
 def test_wrong_arguments_raise_before_model_loads(arguments, message, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

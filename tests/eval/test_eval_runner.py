@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from helpers.evaluation import make_samples, save_model
+from helpers.marks import cases
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval import measure, runner
 from mmkv.eval.measure import perplexity
@@ -96,6 +97,7 @@ def test_shares_of_bytes_in_place_of_budgets(model, tokenizer, tmp_path):
         run(model, tokenizer, tmp_path, budgets=[0.5, 0.3], **asked)
 
 
+@pytest.mark.slow
 def test_prompts_evicted_chunk_by_chunk(model, tokenizer, tmp_path, monkeypatch):
     """Whole prompts of more than a chunk lose tokens before their end is read."""
     seen = []
@@ -143,7 +145,7 @@ def test_replies_are_scored_as_the_sample_asks(model, tokenizer, tmp_path):
     assert rows[0]["score"] < 1
 
 
-@pytest.mark.parametrize("whole_lines", [0, 8])
+@cases("whole_lines", [0, 8], 8)
 def test_interrupted_run_resumes_to_same_rows(model, tokenizer, tmp_path, whole_lines):
     """Killed while it wrote its first row, or the second one of a batch."""
     asked = {"policies": ["full", "snapkv"], "metrics": ["ppl"], "budgets": [0.5]}
@@ -231,6 +233,7 @@ def test_sample_digest_covers_every_field(tmp_path):
     assert len({digest(x) for x in facts}) == len(facts) == 9
 
 
+@pytest.mark.slow
 def test_refused_sample_is_a_row_with_reason(model, tokenizer, tmp_path, monkeypatch):
     """The others of its batch are measured."""
     real = measure._measure

@@ -35,7 +35,7 @@ def layer_of(cache, i) -> bool:
     return cache.layers[i] in cache.compressed
 
 
-@cases("variant", EITHER, *EITHER[::6], ids=str)
+@cases("variant", EITHER, *EITHER[::12], ids=str)
 def test_replayed_cache_equals_own_pass(variant):
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
     own, replayed = compared(model, inputs, variant.policy, variant.budget, options_of(variant))

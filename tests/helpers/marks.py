@@ -15,7 +15,7 @@ def cases(names: str, values: Iterable[Any], *fast: Any, **more: Any) -> pytest.
     a tuple of what they get, and the first of it will do.
     """
     values, several = list(values), "," in names
-    known = [(x, str(x), *([str(x[0])] if several else [])) for x in values]
+    known = [(x, str(x), *([x[0], str(x[0])] if several else [])) for x in values]
     missing = [x for x in fast if not any(x in names_of for names_of in known)]
     if missing:
         raise ValueError(f"no such parameters: {missing}")

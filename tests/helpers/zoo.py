@@ -193,9 +193,6 @@ FEW = (
     "LlavaForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
 )
-# Left to `make test-slow` where the others are run by `make test`: each is much like one of them.
-RARE = ("Gemma4", "Glm4v", "Llama4", "Mistral3For", "Qwen3VLMoe", "Qwen3_5")
-OFTEN = [name for name in NAMES if not name.startswith(RARE)]
 
 
 @functools.cache

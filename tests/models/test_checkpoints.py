@@ -9,10 +9,11 @@ from PIL import Image
 import mmkv
 from helpers import zoo
 from helpers.checkpoints import TOWER
+from helpers.marks import cases
 from mmkv.loading import checkpoints
 
 
-@pytest.mark.parametrize("shards", [1, 3])
+@cases("shards", [1, 3], 3)
 @pytest.mark.parametrize("tower", ["inside", TOWER, "elsewhere"])
 def test_loaded_logits_equal_same_weights(native, write, tower, shards):
     folder = write(shards, tower)

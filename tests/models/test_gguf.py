@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmkv
 from helpers.gguf import write_gguf
+from helpers.marks import cases
 from mmkv import chat, loading
 from mmkv.eval.arguments import token_counter
 from mmkv.loading import cache_folder, gguf_files, models
@@ -151,14 +152,15 @@ class TestDamage:
     def folder(self, path, cache):
         return gguf_files.converted(path)
 
-    @pytest.mark.parametrize(
-        ("name", "how"),
+    @cases(
+        "name, how",
         [
             ("model.safetensors", "other"),
             ("config.json", "gone"),
             ("tokenizer.json", "short"),
             ("mmkv-conversion.json", "other"),
         ],
+        "model.safetensors",
     )
     def test_damaged_conversion_is_made_again(self, original, path, folder, reads, name, how):
         file = folder / name

@@ -14,6 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import mmkv
 from helpers import zoo
 from helpers.configs import CONFIGS
+from helpers.marks import cases
 from helpers.models import make_inputs
 from mmkv.vllm import options
 from mmkv.vllm.compress import Prompt, compress, equal
@@ -102,10 +103,11 @@ def in_order(pairs: Tensor) -> Tensor:
     return pairs.gather(1, pairs[..., :1].argsort(1).expand_as(pairs))
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "modules"),
+@cases(
+    "name, given, modules",
     [(name, given, [[0, 3], [1, 2]]) for name, given in BY_PROBE.items()]
     + [(name, given, [list(range(HEADS))]) for name, given in ALIKE.items()],
+    *("condense", "h2o", "snapkv"),
 )
 def test_pairs_kept_are_those_of_wrap(
     model: Any, inputs: Any, layers: Any, name: str, given: Any, modules: list[list[int]]
