@@ -228,7 +228,7 @@ SAVED = [(x, TYPES[i % 3]) for i, x in enumerate(POLICIES)]
 SAVED += [("condense", x) for x in TYPES if ("condense", x) not in SAVED]
 
 
-@cases("policy, kv_dtype", SAVED, "condense")
+@cases("policy, kv_dtype", SAVED, ("condense", "int4"))
 def test_loaded_context_equals_saved_one(models, policy, kv_dtype, tmp_path):
     """Bit for bit, and so are replies and what a later turn leaves."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70, 41))

@@ -90,13 +90,13 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
     agrees(doubles("llava-llama"), inputs, variant, kv_dtype)
 
 
-@cases(
-    "policy, options, rounds",
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "options", "rounds"),
     [
         ("snapkv", {"decode": "rounds", "every": 16, "latest": 3}, range(19, NEW, 16)),
         ("adakv", {"decode": "rounds", "every": 40, "latest": 0}, [40]),
     ],
-    "adakv",
     ids=str,
 )
 def test_the_newest_stay_exact_where_generated_tokens_are_evicted(doubles, policy, options, rounds):

@@ -43,7 +43,8 @@ def test_few_slots_are_empty(models, variant):
         assert slots <= 1.04 * 9 / 8 * (kept + R) + 16 * R
 
 
-@cases("policy", [p for p in DECODERS if p != "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [p for p in DECODERS if p != "full"])
 def test_a_compressed_cache_is_never_larger_than_the_full_one(models, policy):
     """At every token of a long answer, where 16 tokens a head were dropped on average."""
     model, inputs = models("llama"), make_inputs("llama", (120,))
