@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -52,10 +53,36 @@ class Observers(Score):
         """Return the largest change of the layer's output without each token."""
         rotary, root = layer.rotary, layer.of_output_weight(output_root)
         rotation = None if rotary is None else rotary.rotation(rotary.ahead(1))
-        options: Any = {"run": self.chunk, "stride": self.stride, "whole": self.whole}
-        options |= {"scale": layer.scale, "softcap": layer.softcap, "valid": layer.valid}
-        options |= {"log_weights": layer.log_weights, "rotation": rotation, "root": root}
-        return observer_scores(layer.query, layer.key, layer.value, **options)
+        return observer_scores(
+            layer.query,
+            layer.key,
+            layer.value,
+            root=root,
+            rotation=rotation,
+            run=self.chunk,
+            stride=self.stride,
+            whole=self.whole,
+            scale=layer.scale,
+            softcap=layer.softcap,
+            log_weights=layer.log_weights,
+            valid=layer.valid,
+        )
+
+
+# n runs, as indices of their tokens, int64 [B, n, C], and of the queries that observe each of them,
+# int64 [B, n or 1, O]; -1 as filler.
+_Observed = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Options of `observer_scores`."""
+
+    run: int
+    stride: int
+    whole: int
+    scale: float
+    softcap: float | None
 
 
 @torch.no_grad()
@@ -105,12 +132,11 @@ def observer_scores(
     (B, H, N, D), Q = key.shape, query.shape[2]
     if valid is None:
         valid = torch.ones(B, N, dtype=torch.bool, device=key.device)
-    options: dict[str, Any] = {"run": run, "stride": stride, "whole": whole, "softcap": softcap}
-    options["scale"] = D**-0.5 if scale is None else scale
+    settings = _Settings(run, stride, whole, D**-0.5 if scale is None else scale, softcap)
     if root is not None:
         root = root.to(key.device).unflatten(1, (H, -1))
     if key.device.type != "cpu":
-        return _scores(query, key, value, valid, log_weights, root, rotation, **options)
+        return _scores(query, key, value, valid, log_weights, root, rotation, settings)
     # A row at a time, without its padding: tensors stay in the CPU's cache, and runs are slices.
     scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for b in range(B):
@@ -128,7 +154,7 @@ def observer_scores(
             None
             if rotation is None
             else rotation.of(row if len(rotation.cos) == B else slice(1), first),
-            **options,
+            settings,
         )
     return scores
 
@@ -141,12 +167,7 @@ def _scores(
     log_weights: Tensor | None,
     root: Tensor | None,
     rotation: Rotation | None,
-    *,
-    run: int,
-    stride: int,
-    whole: int,
-    scale: float,
-    softcap: float | None,
+    settings: _Settings,
 ) -> Tensor:
     """Return `observer_scores` of all rows."""
     (B, H, N, _), Q, G = key.shape, query.shape[2], query.shape[1] // key.shape[1]
@@ -162,9 +183,45 @@ def _scores(
 
     # Some heads, and of these some runs, at a time, so that tensors stay in the CPU's cache.
     limit = tile(key.device)
-    heads = min(H, max(1, limit // (B * G * N * min(run, N))))
+    heads = min(H, max(1, limit // (B * G * N * min(settings.run, N))))
     limit = max(1, limit // (B * G * heads))
-    runs, whole_run = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
+    runs = _runs_observed(valid, Q, settings, limit, sliced=sliced)
+    whole = _whole_observed(valid, Q, settings, limit)
+    has_runs, tiny = (valid.sum(-1) > settings.run)[:, None, None], torch.finfo(torch.float32).tiny
+    scores = key.new_zeros(B, H, N, dtype=torch.float32)
+    for h in range(0, H, heads):
+        local, queries = scores[:, h : h + heads], heads_of(query, h * G, (h + heads) * G)
+        if rotation is None:
+            queries = queries * settings.scale
+        else:  # a copy, which may be written to
+            queries = rotate(queries, *rotation).mul_(settings.scale)
+        roots = None if root is None else root[:, h : h + heads]
+        scores_of = partial(
+            _observer_scores,
+            query=queries,
+            key=heads_of(key, h, h + heads),
+            table=_table(heads_of(value, h, h + heads), G, roots, valid),
+            softcap=settings.softcap,
+            log_weights=None if log_weights is None else log_weights[:, h : h + heads].float(),
+            sliced=sliced,
+        )
+        local[:] = scores_of(runs)
+        if whole:
+            overall = scores_of(whole)
+            overall *= local.sum(-1, keepdim=True) / overall.sum(-1, keepdim=True).clamp(min=tiny)
+            local[:] = torch.where(has_runs, torch.maximum(local, overall), local)
+    return scores
+
+
+def _runs_observed(
+    valid: Tensor, Q: int, settings: _Settings, limit: int, *, sliced: bool
+) -> list[_Observed]:
+    """Return the runs of a prompt, and the queries that observe each.
+
+    The last Q of the tokens have queries. Several runs are joined in one item if their queries and
+    keys have at most `limit` products in a head.
+    """
+    N, run, stride, observed = valid.shape[1], settings.run, settings.stride, list[_Observed]()
     for first, last in ((0, N - Q), (N - Q, N)):
         for tokens in _runs(valid[:, first:last], run, alike=sliced) if first < last else ():
             for part in tokens.split(max(1, limit // min(run, N) ** 2), dim=1):
@@ -172,52 +229,46 @@ def _scores(
                     observers = part[..., ::stride]
                 else:  # the queries of earlier turns are not kept
                     observers = _latest(valid[:, N - Q :], run)[:, None].flip(-1)[..., ::stride]
-                runs.append((part.add(first).masked_fill_(part < 0, -1), observers))
-    if whole and run < N:
-        tokens = torch.arange(N, device=key.device).masked_fill(~valid, -1)[:, None]
-        observers = _spread_tokens(valid[:, N - Q :], whole)[:, None]
-        whole_run = [(tokens, part) for part in observers.split(max(1, limit // N), dim=-1)]
-    has_runs, tiny = (valid.sum(-1) > run)[:, None, None], torch.finfo(torch.float32).tiny
-    scores = key.new_zeros(B, H, N, dtype=torch.float32)
-    for h in range(0, H, heads):
-        local, rotated = scores[:, h : h + heads], heads_of(query, h * G, (h + heads) * G)
-        if rotation is not None:
-            rotated = rotate(rotated, *rotation)
-        roots = None if root is None else root[:, h : h + heads]
-        arguments = (
-            rotated.mul_(scale) if rotation is not None else rotated * scale,
-            heads_of(key, h, h + heads),
-            _table(heads_of(value, h, h + heads), G, roots, valid),
-            softcap,
-            None if log_weights is None else log_weights[:, h : h + heads].float(),
-        )
-        local[:] = _observer_scores(runs, *arguments, sliced=sliced)
-        if whole_run:
-            overall = _observer_scores(whole_run, *arguments, sliced=sliced)
-            overall *= local.sum(-1, keepdim=True) / overall.sum(-1, keepdim=True).clamp(min=tiny)
-            local[:] = torch.where(has_runs, torch.maximum(local, overall), local)
-    return scores
+                observed.append((part.add(first).masked_fill_(part < 0, -1), observers))
+    return observed
+
+
+def _whole_observed(valid: Tensor, Q: int, settings: _Settings, limit: int) -> list[_Observed]:
+    """Return the whole prompt as one run, and the `whole` queries that observe it.
+
+    An item has at most `limit` products of a query and a key in a head, or a single query. There is
+    no item if no query observes the whole prompt, or if the prompt is a single run anyway.
+    """
+    N = valid.shape[1]
+    if not settings.whole or settings.run >= N:
+        return []
+    tokens = torch.arange(N, device=valid.device).masked_fill(~valid, -1)[:, None]
+    observers = _spread_tokens(valid[:, N - Q :], settings.whole)[:, None]
+    return [(tokens, part) for part in observers.split(max(1, limit // N), dim=-1)]
 
 
 def _observer_scores(
-    runs: Iterable[tuple[Tensor, Tensor]],
+    observed: Iterable[_Observed],
+    *,
     query: Tensor,
     key: Tensor,
     table: Tensor,
     softcap: float | None,
     log_weights: Tensor | None,
-    *,
     sliced: bool,
 ) -> Tensor:
     """Return the largest change of the observers' outputs without each token: float32 [B, H, N].
 
-    Runs are indices of tokens, int64 [B, n, C], and of the queries that observe them, int64 [B, n
-    or 1, O], with -1 as filler; `sliced`: no filler, and all rows have the same runs. The others
-    are as for `observer_scores`, in float32, queries times the scale, and the result of `_table`.
+    Args:
+        observed: runs and their observers; a token in no run scores 0.
+        query, key: those of `observer_scores`, in float32, queries times the scale.
+        table: the result of `_table`.
+        softcap, log_weights: those of `observer_scores`.
+        sliced: whether `observed` has no filler, and the same runs in all rows.
     """
     (B, H, N), G = key.shape[:3], query.shape[1] // key.shape[1]
     scores = torch.zeros(B, H, N + 1, device=key.device)
-    for tokens, observers in runs:
+    for tokens, observers in observed:
         absent = None if sliced else tokens < 0
         change = _changes(
             rows(query, observers.clamp(min=0).flatten(1)[:, None])
