@@ -148,20 +148,24 @@ def encode_messages(loaded: Loaded, messages: Sequence[Mapping[str, Any]]) -> di
     pictures = [x["image"] for parts in contents for x in parts if x.get("type") == "image"]
     check_pictures(loaded, pictures)
     processor: Any = loaded.processor
-    options: Any = {"add_generation_prompt": True, "tokenize": False}
     if processor.chat_template is None:
         if len(messages) > 1 or not isinstance(messages[0]["content"], str):
             raise ValueError(f"model {loaded.name!r} has no chat template: give it one text")
         inputs = processor(text=messages[0]["content"], return_tensors="pt")
     elif not loaded.reads_pictures:
         # Here special tokens are added only if the template has not; a processor always adds them.
-        text = processor.apply_chat_template(messages, **options)
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         inputs = processor(
             text, add_special_tokens=adds_special(processor, text), return_tensors="pt"
         )
     else:
-        options |= {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        inputs = processor.apply_chat_template(messages, **options)
+        inputs = processor.apply_chat_template(
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
     return on_device(loaded.model, inputs)
 
 

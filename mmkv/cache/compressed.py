@@ -312,9 +312,10 @@ class CompressedCache(CacheState):
         """Return each layer's size for each row, [L][B], from the layers' scores and measures."""
         phase, reading = self.phase, self.reading
         by_layer = {} if reading is None else reading.similarity
-        similarity = [by_layer[i][0] for i in sorted(by_layer)]
-        layer_values = scores, positions, measured or similarity
-        sizes = sizes_of_rows(self.plan, prompt, len(self.compressed), *layer_values)
+        if not measured:
+            measured = [by_layer[i][0] for i in sorted(by_layer)]
+        n_layers = len(self.compressed)
+        sizes = sizes_of_rows(self.plan, prompt, n_layers, scores, positions, measured)
         if isinstance(phase, Reading) and phase.until is None and not self.sizes_learned:
             self.sizes_learned = True
             self.plan.learn(sizes, prompt.lengths)
@@ -332,5 +333,6 @@ class CompressedCache(CacheState):
         if isinstance(self.phase, Decoding):
             last = self.prompt.is_prompt[0].nonzero()[-1]
             n_newest = self.prompt.valid.shape[1] - 1 - int(last)
-        arguments = layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split
-        layer.state = evict(*arguments, n_newest)
+        layer.state = evict(
+            layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split, n_newest
+        )

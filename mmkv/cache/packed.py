@@ -209,11 +209,8 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
 
     Slots after those in use hold zeros, as many as a new cache of unknown length has.
     """
-    (B, H), device, n_first = (
-        tensors["counts"].shape,
-        tensors["positions"].device,
-        max(1, plan.policy.sinks),
-    )
+    (B, H), device = tensors["counts"].shape, tensors["positions"].device
+    n_first = max(1, plan.policy.sinks)
     counts = tensors["counts"].flatten().cpu().numpy().astype(np.int64)
     slots, exact = _Rows(counts), _Rows(np.minimum(counts, n_first))
     row_of = torch.from_numpy(np.arange(B * H).repeat(counts)).to(device)
@@ -233,15 +230,18 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
             exact_pairs = exact.put(tensors["exact"], rows, exact_slots.shape[1])
             stored = QuantizedKV(
                 x["codes"].transpose(1, 2).contiguous(),
-                *(ranges, exact_pairs, exact_slots, tensors["mean"][index][:, None]),
+                ranges,
+                exact_pairs,
+                exact_slots,
+                tensors["mean"][index][:, None],
                 bits=BITS[plan.kv_dtype],
                 start=prompt.valid.shape[1],
                 opened=False,
                 reuses=schedule.drops or width == 0,
             )
-        more = x.get("scores"), x.get("bias"), width
-        blocks.append(block_of(rows, stored, positions, schedule, *more))
+        scores, log_weights = x.get("scores"), x.get("bias")
+        blocks.append(block_of(rows, stored, positions, schedule, scores, log_weights, width))
     planes = tensors.get("group_index")
     groups = None if planes is None else GroupIndex(planes, prompt.valid.shape[1])
-    shares = tensors.get("retained"), tensors.get("error")
-    return KeptKV(blocks, B, H, tensors["sizes"].tolist(), *shares, groups)
+    retained, error = tensors.get("retained"), tensors.get("error")
+    return KeptKV(blocks, B, H, tensors["sizes"].tolist(), retained, error, groups)

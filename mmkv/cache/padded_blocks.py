@@ -235,8 +235,7 @@ class PaddedBlock:
         out = list[Tensor]()
         for rows, keys, values in self.stored.parts(width, whole=step.softcap is not None):
             seen = None if visible is None else visible[rows]
-            how = step.scale, step.softcap
-            out.append(attend(query[rows], keys, values, seen, *how))
+            out.append(attend(query[rows], keys, values, seen, step.scale, step.softcap))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _width(self, q: int) -> int:
@@ -346,11 +345,11 @@ class AccumulatingBlock(PaddedBlock):
             self.weights = torch.empty(*query.shape[:2], width, device=query.device)
         weights, out = self.weights, list[Tensor]()
         for rows, keys, values in self.stored.parts(width, whole=step.softcap is not None):
-            seen, how = None if visible is None else visible[rows], (step.scale, step.softcap)
+            seen = None if visible is None else visible[rows]
             with torch.no_grad():
-                weigh(query[rows], keys, seen, weights[rows], *how)
+                weigh(query[rows], keys, seen, weights[rows], step.scale, step.softcap)
             if query.requires_grad:
-                out.append(attend(query[rows], keys, values, seen, *how))
+                out.append(attend(query[rows], keys, values, seen, step.scale, step.softcap))
             else:
                 out.append(mixed(weights[rows], values))
         R, G, _ = query.shape

@@ -77,8 +77,11 @@ class QuantizedKV:
         filled: Tensor,
         exact_slots: Tensor,
         *,
+        bits: int,
+        start: int,
+        opened: bool,
+        reuses: bool,
         mean: Tensor | None = None,
-        **how: Any,
     ) -> QuantizedKV:
         """Quantise the pairs [R, S, D] and [R, S, Dv] in slots that are `filled`, bool [R, S].
 
@@ -94,12 +97,23 @@ class QuantizedKV:
         own_mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
         mean = own_mean if mean is None else torch.where(mean.isnan(), own_mean, mean)
         pairs = _pairs(keys.sub_(mean), values)
-        codes, ranges = quantised(pairs, how["bits"])
+        codes, ranges = quantised(pairs, bits)
         ranges = ranges.permute(0, 2, 3, 1).contiguous()
         ranges[:, 0].masked_fill_(~coded[:, None], 1.0)
         ranges[:, 1].masked_fill_(~coded[:, None], 0.0)
         exact = pairs.take_along_dim(exact_slots[..., None, None], dim=1).to(values.dtype)
-        return cls(codes, ranges, exact, exact_slots, mean, sizes=sizes, **how)
+        return cls(
+            codes,
+            ranges,
+            exact,
+            exact_slots,
+            mean,
+            bits=bits,
+            start=start,
+            opened=opened,
+            reuses=reuses,
+            sizes=sizes,
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,10 +134,18 @@ class QuantizedKV:
     def _tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.ranges, self.exact, self.exact_slots, self.mean
 
-    @property
-    def _how(self) -> dict[str, Any]:
-        names = ("bits", "start", "opened", "reuses", "sizes")
-        return {name: getattr(self, name) for name in names}
+    def _with(self, codes: Tensor, ranges: Tensor, *others: Tensor) -> QuantizedKV:
+        """Return a copy with other tensors, in the order of `_tensors`."""
+        return QuantizedKV(
+            codes,
+            ranges,
+            *others,
+            bits=self.bits,
+            start=self.start,
+            opened=self.opened,
+            reuses=self.reuses,
+            sizes=self.sizes,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -260,15 +282,14 @@ class QuantizedKV:
 
     def index_select(self, rows: Tensor) -> QuantizedKV:
         """Return a copy of the rows, which may repeat, as stored."""
-        return QuantizedKV(*(x.index_select(0, rows) for x in self._tensors), **self._how)
+        return self._with(*(x.index_select(0, rows) for x in self._tensors))
 
     def grown(self, n_new: int) -> QuantizedKV:
         """Return the same pairs with `n_new` empty slots after them, in new storage."""
-        _, *tensors = self._tensors
         ranges = pad(self.ranges, (0, n_new))
         ranges[:, 0, :, self.slots :] = 1.0
         codes = pad(self.codes, (0, 0, 0, n_new))
-        return QuantizedKV(codes, ranges, *tensors[1:], **self._how)
+        return self._with(codes, ranges, *self._tensors[2:])
 
 
 def _row_bytes(x: Tensor) -> int:

@@ -272,8 +272,10 @@ def _ask_context(
 
     is_new, processor = not path.exists(), loaded.processor
     policy, budget = settings.chosen()
-    wrap: Any = {"profile": settings.profile, "kv_dtype": settings.kv_dtype}
-    with mmkv.wrapped(loaded.model, policy, budget, **wrap), quiet():
+    wrapped = mmkv.wrapped(
+        loaded.model, policy, budget, profile=settings.profile, kv_dtype=settings.kv_dtype
+    )
+    with wrapped, quiet():
         if is_new:
             content = [{"type": "image", "image": x} for x in pictures]
             message = {"role": "user", "content": content}

@@ -135,10 +135,15 @@ def load(
         dtype = getattr(torch, named, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"torch_dtype={named!r}: no such dtype")
-    # Mismatched sizes are only reported by transformers, and refused below.
-    options: Any = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
     model_class: Any = LlavaForConditionalGeneration
-    model, info = model_class.from_pretrained(None, config=config, state_dict=state, **options)
+    model, info = model_class.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # transformers then only reports them; they are refused below
+    )
     wrong = {k: sorted(map(str, v))[:4] for k, v in info.items() if v}
     if wrong:
         raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")

@@ -30,15 +30,20 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    file_options: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
     interactive = sys.stderr.isatty()
     # One of transformers' progress bars for GGUF cannot be turned off.
     hidden = contextlib.nullcontext() if interactive else contextlib.redirect_stderr(io.StringIO())
     try:
         with quiet(bars=interactive), hidden:
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, **file_options)
+            tokenizer = AutoTokenizer.from_pretrained(
+                path.parent, gguf_file=path.name, trust_remote_code=False
+            )
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path.parent, output_loading_info=True, **file_options, **options
+                path.parent,
+                gguf_file=path.name,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **options,
             )
             model, info = loaded
             # transformers fills missing weights with random numbers.
