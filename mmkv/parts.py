@@ -234,7 +234,7 @@ class Merge(Part):
 
     Attributes:
         weighted: attention adds the logarithm of a weight to the logits of merged pairs.
-        fit: the number of the prompt's queries to which weights are fitted (`PromptKV.readers`).
+        fit: the number of the prompt's queries to which weights are fitted (`PromptKV.reference`).
     """
 
     kind = "merge"

@@ -27,22 +27,22 @@ from mmkv.decode.victims import HeavyHitterSlots
 from mmkv.parts import Merge, RowSizes
 from mmkv.tensors import send
 
-# Empty slots of blocks, as a share of the kept tokens, that are allowed for fewer blocks.
+# How many empty slots a layer may have, as a share of its kept tokens, to have fewer blocks.
 SLACK = 0.15
 
 
 class _BlockPlan(NamedTuple):
-    """One block: its rows among the B * H, their schedule, its used slots, and all of its slots."""
+    """The sizes of a block before it is made."""
 
-    rows: np.ndarray
+    rows: np.ndarray  # numbers among the layer's B * H rows
     schedule: SlotSchedule
-    width: int
-    capacity: int
+    width: int  # slots in use
+    capacity: int  # all slots
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """What the R = B * H rows of a layer keep, in M slots each; a slot without a token is empty.
+    """The pairs that the R = B * H rows of a layer keep, in M slots each, some of them empty.
 
     Attributes:
         tokens: int64 [R, M], the index of each slot's pair in `keys` and `values`; -1: empty.
@@ -106,13 +106,13 @@ def evict(
 
 
 def _merged(merge: Merge, prompt_kv: PromptKV, prompt: TokenMasks, ranking: Ranking) -> Kept:
-    """Merge the evicted pairs into kept ones, by positions between which padding does not count."""
+    """Merge evicted pairs into kept ones, by positions that do not count padding between tokens."""
     with no_autocast(prompt_kv.keys.device):
         return merge(replace(prompt_kv, positions=prompt.closed(prompt_kv.positions)), ranking)
 
 
 def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMasks) -> _Slots:
-    """Return the slots of each head, and what is known of the tokens in them."""
+    """Return the slots of each row, with the tokens in them."""
     B, H, U, _ = prompt_kv.keys.shape
     indices = kept.indices.expand(B, H, -1)
     empty = indices < 0
@@ -145,9 +145,9 @@ def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMask
 def _slot_scores(
     prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMasks
 ) -> Tensor | None:
-    """Return the scores with which slots go on, float32 [R, M], see `PaddedBlock.scores`.
+    """Return the scores that slots keep, float32 [R, M], see `PaddedBlock.scores`.
 
-    The scores of a merged slot's tokens are added, or the largest counts.
+    A slot of merged tokens has the sum of their scores, or the largest, as `turn_reduction` says.
     """
     (B, H, U, _), indices = prompt_kv.keys.shape, kept.indices
     M, reduction = indices.shape[-1], plan.policy.score.turn_reduction
@@ -238,10 +238,11 @@ def _gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _exact_slots(positions: Tensor, width: int, n_first: int, start: int, opened: bool) -> Tensor:
-    """Return the slots [R, X] that few bits hold exactly, of positions [R, S], -1 if empty.
+    """Return the slots [R, X] whose pairs stay exact in 8 or 4 bits.
 
-    These are the `n_first` earliest tokens in the first `width` slots and, before them if there is
-    a window, the tokens from position `start` on. A place without a token repeats the last place.
+    These are the slots of the `n_first` earliest tokens. If the window is `opened`, the slots of
+    the tokens from position `start` on come before them; a place of the window without a token
+    repeats the last place. Positions are [R, S], -1 for an empty slot; `width` slots are in use.
     """
     first = first_slots(positions, width, n_first)
     if not opened:
@@ -253,7 +254,10 @@ def _exact_slots(positions: Tensor, width: int, n_first: int, start: int, opened
 
 
 def first_slots(positions: Tensor, width: int, n: int) -> Tensor:
-    """Return the slots of the n earliest tokens, int64 [R, n or less]; see `_exact_slots`."""
+    """Return the slots of each row's n earliest tokens, int64 [R, n or less].
+
+    Positions are [R, S], -1 for an empty slot; the first `width` slots are in use.
+    """
     used = positions[:, : max(1, width)]
     age = used.masked_fill(used < 0, torch.iinfo(used.dtype).max)
     # Not `contiguous`, which leaves one row a view of all of its slots.
@@ -274,10 +278,11 @@ def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
 
 
 def _groups(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> GroupIndex:
-    """Return the group of each token seen.
+    """Return the group of each of the `seen` tokens.
 
-    A token that is kept single, an evicted one and padding are in none. `slot` [B, H, U] is the
-    slot of each token; `leaders` [B, H, M] is the position of each slot's leader, -1 for a single.
+    A token that is kept single, an evicted one and padding are in no group. `slot` [B, H, U] is the
+    slot of each token. `leaders` [B, H, M] is the position of each slot's leader, -1 for a single
+    token. A token whose group is merged into another one follows its leader.
     """
     group, old_groups = pad(leaders, (0, 1), value=-1).gather(-1, slot), prompt_kv.group_index
     index = group.new_full((*group.shape[:2], seen + 1), -1)
@@ -299,9 +304,10 @@ def planned(
     expected: int,
     device: torch.device,
 ) -> list[_BlockPlan]:
-    """Return the blocks of a layer's rows.
+    """Divide a layer's rows into blocks, and plan the slots of each.
 
-    Each row keeps `counts` tokens, of which decoding must not drop the first `n_protected`.
+    A row keeps `counts` [R] tokens, of which decoding must not drop the first `n_protected` [R].
+    Other arguments are those of `evict`.
     """
     heads, seen = len(counts) // len(prompt.lengths), prompt.valid.shape[1]
     lengths = np.repeat(prompt.lengths, heads).clip(min=1)  # a row may begin in a later chunk

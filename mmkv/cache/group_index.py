@@ -13,9 +13,10 @@ from torch.nn.functional import pad
 class GroupIndex:
     """The group of each of T tokens, for all heads of a layer.
 
-    A group is named by its leader, one of its tokens. Groups are made inside runs of the prompt, so
-    few leaders lie between a token and its own: their number, signed, is the token's code of w
-    bits. Code 0 is a token in no group, and the largest code a leader.
+    A group is named by its leader, one of its tokens. A token's code has w bits. It is 0 for a
+    token in no group and 2 ** w - 1 for a leader. For any other token it is 2 ** (w - 1) + n: its
+    leader is the n-th one after it or, if n is 0, the last one before it; if n is -1, the one
+    before that. |n| is small, as groups are formed inside runs of the prompt.
 
     Attributes:
         planes: uint8 [B, H, w, T / 8], the bits of the codes, eight tokens a byte.
@@ -48,7 +49,7 @@ class GroupIndex:
         code = (bits << torch.arange(w, device=device)[:, None]).sum(2)
         leads = code == 2**w - 1
         number = leads.cumsum(-1)
-        # The position of each leader, by number.
+        # The position of the n-th leader is at index n, from 1 on.
         at = number.new_full((B, H, T + 1), -1)
         at.scatter_(
             -1, number.masked_fill(~leads, 0), torch.arange(T, device=device).expand_as(at[..., :T])
@@ -64,6 +65,6 @@ class GroupIndex:
 
 
 def _bits(ahead: Tensor) -> int:
-    """Return how many bits a code needs; the host waits for the device to know it."""
+    """Return how many bits a code needs. The host waits for the device."""
     least, most = torch.stack(ahead.aminmax()).tolist() if ahead.numel() else (0, 0)
     return max(-least, 1 + most).bit_length() + 1

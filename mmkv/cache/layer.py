@@ -108,7 +108,7 @@ class KeptKV:
         return ordered.masked_fill(ordered == largest, -1)[..., :longest]
 
     def counts(self, end: int | None = None) -> Tensor:
-        """Count the kept pairs [B, H], groups included; with `end`, only of positions before it."""
+        """Count the kept pairs [B, H], groups included; with `end`, those before position `end`."""
         positions = self._positions()[0]
         present = positions >= 0
         return (present if end is None else present & (positions < end)).sum(-1)
@@ -157,7 +157,7 @@ class KeptKV:
     def attend(self, call: AttentionCall, step: Step, masked: Tensor | None = None) -> Tensor:
         """Run a decode step, or a continuation by q tokens: write, attend, drop.
 
-        In 8 or 4 bits the q tokens go in pieces, between which older ones are written as codes.
+        In 8 or 4 bits the q tokens are taken some at a time, as older ones become codes in between.
         `masked`, bool [B, T], is True for kept tokens that the attention mask hides; None: none.
 
         Returns:
@@ -203,7 +203,7 @@ class KeptKV:
         return joined.view(B, Hq, q, -1).transpose(1, 2).to(value.dtype)
 
     def select_rows(self, batch: Tensor) -> KeptKV:
-        """Return the sequences `batch` [n] of the batch, which may repeat, with all their state."""
+        """Return some sequences of the batch, by index [n]; they may repeat."""
         sequences = batch.cpu().numpy()
         old_rows = (sequences[:, None] * self.heads + np.arange(self.heads)).reshape(-1)
         blocks = []
@@ -224,7 +224,10 @@ class KeptKV:
 
     @cached_property
     def _order(self) -> tuple[Tensor | None, Tensor | None]:
-        """The rows in block order, None if all are slices; and the inverse, None if sorted."""
+        """The row numbers in the order of blocks, and the indices that put them in order again.
+
+        The first is None if each block's rows are a slice, the second if rows are sorted anyway.
+        """
         order = np.concatenate([b.row_numbers for b in self.blocks])
         all_slices = all(isinstance(b.rows, slice) for b in self.blocks)
         device, is_sorted = self.blocks[0].positions.device, bool((np.diff(order) > 0).all())

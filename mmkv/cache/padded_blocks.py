@@ -26,14 +26,14 @@ from mmkv.decode.slots import SlotSchedule, spare
 
 @dataclass(frozen=True)
 class Step:
-    """What all blocks of a layer are told of a step of q new tokens.
+    """A step of q new tokens; the same for all blocks of a layer.
 
     Attributes:
-        first: the position of the first of them.
-        q: their number.
+        first: the position of the first new token.
+        q: how many new tokens there are.
         scale: factor of the query-key products.
         softcap: bound of the logits (Gemma 2), or None.
-        clock: drives a replayed step of one token, instead of the host; None: the host does.
+        clock: position and slots of a step that a CUDA graph replays; None: it is not replayed.
     """
 
     first: int
@@ -61,12 +61,13 @@ class PaddedBlock:
         positions: int32 [R, S], original position of each slot's token, -1 if empty; if decoding
             drops no token, also the positions of tokens to come, which `held` leaves out.
         schedule: chooses the slot of each new token.
-        scores: float32 [R, S], what the next turn adds to or compares with; 0 for later slots. None
-            if the score starts anew in every turn.
-        log_weights: float16 [R, S], the logarithm of each slot's weight, which is part of the
-            bias; None: every slot stands for one token.
-        bias: [R, 1, S], added to the logits: 0 for filled slots, -inf for empty ones; None while
-            all slots in use are filled. A bool mask would be converted to a bias in every step.
+        scores: float32 [R, S], the importance of the prompt's tokens, which the next turn updates;
+            0 for generated tokens. None if no turn reads scores of earlier ones.
+        log_weights: float16 [R, S], the logarithm of each slot's weight, which `bias` includes;
+            None: every slot stands for one token.
+        bias: [R, 1, S], added to the logits: -inf for an empty slot, else the logarithm of its
+            weight, 0 for one token; None if it would be 0 for all slots in use. It is no bool mask,
+            which torch would convert to a bias in every step.
     """
 
     row_numbers: np.ndarray
@@ -77,9 +78,10 @@ class PaddedBlock:
     scores: Tensor | None = None
     log_weights: Tensor | None = None
     bias: Tensor | None = None
-    # Whether a clock drives the steps (`freeze`).
+    # Whether shapes are fixed, so that a CUDA graph can replay steps (`freeze`).
     frozen: bool = False
-    # How many slots have positions written ahead, and the difference between position and slot.
+    # If decoding drops no token: the number of slots that have a position, those of tokens to come
+    # included, and the difference between position and slot.
     positions_ahead: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -92,16 +94,16 @@ class PaddedBlock:
             self.rows = torch.from_numpy(numbers).to(device, non_blocking=True)
 
     def freeze(self, steps: int) -> None:
-        """Allocate for up to `steps` steps of fixed shape, whose changes stay on the device.
+        """Allocate slots for `steps` steps and fix shapes, so that a CUDA graph can replay them.
 
-        These steps attend to every slot; the bias masks the empty ones.
+        These steps attend to all slots; the bias masks the empty ones.
         """
         self._ensure(self.schedule.most(steps))
         self.frozen = True
         self.bias = self._slot_bias()
 
     def thaw(self) -> None:
-        """Return to steps that the host drives: shapes follow the schedule's `width`."""
+        """Undo `freeze`: a step attends to the first `width` slots of the schedule."""
         self.frozen = False
         self.set_bias(self.schedule.width - 1)
 
@@ -124,12 +126,12 @@ class PaddedBlock:
 
     @property
     def fits(self) -> bool:
-        """Whether a clock can drive the next step: the block is frozen and has a slot for it."""
+        """Whether a graph can replay the next step: the block is frozen and has a slot for it."""
         return self.frozen and self.schedule.width <= self.positions.shape[1]
 
     @property
     def accumulators(self) -> list[Tensor]:
-        """Tensors that a step updates from their old values; a repeated step would change them."""
+        """Tensors whose new values depend on the old ones: to repeat a step, restore them first."""
         return []
 
     @property
@@ -145,7 +147,7 @@ class PaddedBlock:
 
     @property
     def held(self) -> Tensor:
-        """Positions [R, S] of kept tokens, -1 if empty; the next token's slot counts as empty."""
+        """Positions [R, S] of kept tokens, -1 for an empty slot and for the next token's."""
         if not self.schedule.drops:
             slot_numbers = torch.arange(self.positions.shape[1], device=self.positions.device)
             return self.positions.masked_fill(slot_numbers >= self.schedule.used, -1)
@@ -161,10 +163,16 @@ class PaddedBlock:
     def step(
         self, query: Tensor, new: Sequence[Tensor], masked: Tensor | None, step: Step
     ) -> Tensor:
-        """Write the pairs of q new tokens, attend to all slots, and drop the tokens they displace.
+        """Write the pairs of q new tokens into their slots, attend to all slots, count the step.
 
-        Queries are [R, G * q, D], `new` the result of `stored.new`; `masked`, bool [R, T], is True
-        at the positions that the attention mask hides.
+        Args:
+            query: [R, G * q, D].
+            new: the result of `stored.new`.
+            masked: bool [R, T], True at positions that the attention mask hides; None: none.
+            step: the step.
+
+        Returns:
+            [R, G * q, Dv].
         """
         if step.clock is None:
             self.append(new, step.q, step.first)
@@ -177,7 +185,7 @@ class PaddedBlock:
         return out
 
     def _advance(self, step: Step) -> None:
-        """Count the step, whose slots are then the next one's to choose."""
+        """Count the step, so that the schedule gives the next step's slots."""
         self.schedule.now = None
         self.schedule.advance(step.q)
 
@@ -225,7 +233,7 @@ class PaddedBlock:
 
     @property
     def _zero_for_new(self) -> list[Tensor]:
-        """Tensors [R, S] that are 0 for a new token, where its slot was another one's."""
+        """Tensors [R, S] in which a new token's slot is set to 0, as a dropped token had it."""
         return [self.log_weights] if self.log_weights is not None and self.schedule.drops else []
 
     def _attend(self, query: Tensor, step: Step, masked: Tensor | None) -> Tensor:
@@ -248,7 +256,7 @@ class PaddedBlock:
     def _visible(
         self, query: Tensor, step: Step, width: int, masked: Tensor | None
     ) -> Tensor | None:
-        """Return what the queries of q new tokens see, as `visible` of the function `attend`."""
+        """Return `visible` of the function `attend` for the queries of q new tokens."""
         visible = None if self.bias is None else self.bias[:, :, :width]
         places = self.positions[:, :width]
         if step.q > 1:
@@ -308,9 +316,9 @@ class PaddedBlock:
 
 @dataclass(eq=False)
 class AccumulatingBlock(PaddedBlock):
-    """A block whose slots accumulate the attention of steps, by which decoding drops tokens.
+    """A block that adds up the attention to each slot, by which decoding drops tokens (H2O, TOVA).
 
-    `scores` are there, and inf for an empty slot; each step of one token adds to them.
+    Each step adds its attention to `scores`, which are never None here; an empty slot has inf.
     """
 
     # The attention weights [R, G, S] of a step; allocated when first needed.
@@ -318,13 +326,13 @@ class AccumulatingBlock(PaddedBlock):
 
     @property
     def accumulated(self) -> Tensor:
-        """The accumulated attention of each slot, float32 [R, S]."""
+        """The attention that each slot got so far, float32 [R, S]."""
         assert self.scores is not None
         return self.scores
 
     @property
     def accumulators(self) -> list[Tensor]:
-        """Accumulated attention, and the slots that the last step freed."""
+        """The accumulated attention, and the slots that the last step freed."""
         freed: Tensor | None = getattr(self.schedule, "freed", None)
         return [self.accumulated] if freed is None else [self.accumulated, freed]
 
@@ -333,7 +341,7 @@ class AccumulatingBlock(PaddedBlock):
         return [self.accumulated, *super()._zero_for_new]
 
     def _advance(self, step: Step) -> None:
-        """Choose the token that is dropped, and count the step."""
+        """Choose the tokens to drop, and count the step."""
         self.schedule.drop(self.accumulated, self.positions, step.position)
         super()._advance(step)
 

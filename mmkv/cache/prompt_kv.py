@@ -48,7 +48,7 @@ class PromptKV:
         group_index: int64 [B, H, T], the group of each token seen up to the last turn, by its
             leader, see `GroupIndex.of`; None if there are no groups.
         measured: float32 [B], the result of `Layers.measure` for the layer sizes; None: not used.
-        readers: queries that the weights of groups are fitted to; None: a weight is a count.
+        reference: queries that the weights of groups are fitted to; None: a weight is a count.
         evicted: whether an earlier eviction may have dropped tokens.
         means: [B, H, 1, D], the means that pairs in few bits are held less, which a row keeps so
             that it has the same codes when it is stored again; NaN for a row without earlier pairs;
@@ -64,7 +64,7 @@ class PromptKV:
     log_weights: Tensor | None = None
     group_index: Tensor | None = None
     measured: Tensor | None = None
-    readers: ReferenceQueries | None = None
+    reference: ReferenceQueries | None = None
     evicted: bool = False
     means: Tensor | None = None
 
@@ -171,7 +171,7 @@ class PromptKV:
             size = send(np.array(mean_sizes, np.float32), self.keys.device)
             layer = replace(layer, size=size)
         if policy.merge is not None and policy.merge.fit:
-            self.readers = ReferenceQueries.of(layer, present, policy.merge.fit, policy.queries)
+            self.reference = ReferenceQueries.of(layer, present, policy.merge.fit, policy.queries)
         if layer.query.shape[2] < self.keys.shape[2] and policy.window_size:
             # In a turn shorter than the window, all of its queries make up the window.
             n_queries = present.sum(-1).tolist()

@@ -1,13 +1,14 @@
 """The slot that each generated token takes.
 
-Keys carry their rotation, so their order does not matter to attention, and a new token takes the
-slot of the token that the last step dropped: no concatenation, constant shapes, and a drop writes
-nothing. Except where attention decides what is dropped (`victims`), slots depend only on sizes
-after the prefill: the host plans them some steps ahead, so that no step synchronises.
+Stored keys are rotated already, so the order of slots does not matter to attention. A new token
+takes the slot of the token that the last step dropped, if it dropped one. So shapes are constant
+and no pair is moved. Slots depend on the sizes after the prefill alone, except where attention
+decides which token is dropped (`victims`). The host plans them some steps ahead, so that no step
+waits for the device.
 
-A schedule holds one entry per row of its block ([R]: a batch row and key-value head), one per group
-of rows with equal sizes ([U]), or a single entry ([1]) when all rows use the same slots, so that a
-step writes one slice.
+A schedule holds arrays with one entry for each row of its block ([R], a row being a key-value head
+of a sequence), or for each group of rows with equal sizes ([U]). If all rows use the same slots,
+there is one entry ([1]), and a step writes one slice.
 """
 
 from __future__ import annotations
@@ -34,20 +35,22 @@ AHEAD = 64
 
 
 class SlotSchedule:
-    """The slots of a block's next tokens: `slots` and `width` give one step's, `advance` ends it.
+    """Chooses the slots of a block's next tokens.
+
+    `slots` and `width` are those of the next step, until `advance` counts it.
 
     Attributes:
         gapless: no slot below `width` is empty during a step, in any row.
         shared: all rows use the same slots.
         drops: each step drops at most one token of a row.
-        needs_decode_attention: the token dropped depends on the attention that slots accumulate.
+        needs_decode_attention: the token that is dropped depends on the attention that slots get.
     """
 
     drops = True
     needs_decode_attention = False
     joins_equal_rows = False  # rows with equal sizes use the same slots, which are planned once
 
-    # Per-row arrays, [R] or [1], in the order of the block's rows.
+    # The names of the arrays with an entry for each row, or for each group of rows, or for all.
     rows: tuple[str, ...] = ("counts",)
     counts: np.ndarray
     table: Tensor | None = None
@@ -69,7 +72,7 @@ class SlotSchedule:
         self.last = int(self.counts.max())  # slots in use after the last planned step
 
     def _join(self, columns: np.ndarray) -> Any:
-        """Give equal columns of [n, R] one entry; return the index of one column for each."""
+        """Give rows with equal columns [n, R] one entry; return the index of a row of each."""
         entries: dict[tuple[float, ...], int] = {}
         of_row = [entries.setdefault(x, len(entries)) for x in zip(*columns.tolist(), strict=True)]
         if len(entries) == len(of_row):
@@ -94,7 +97,7 @@ class SlotSchedule:
         return min(int(self.reach(steps).max()), self.used + steps)
 
     def reach(self, steps: int) -> np.ndarray:
-        """Return the same as `most` for each row: [R], or [1] for all."""
+        """Return a bound of each row's slots in use within the next `steps` steps: [R] or [1]."""
         raise NotImplementedError
 
     @property
@@ -104,12 +107,12 @@ class SlotSchedule:
 
     @property
     def used(self) -> int:
-        """Number of slots in use before the next step, or one less."""
+        """Number of slots in use before the next step; a freed one may count or not."""
         return self.last if self.at == AHEAD else self.width - 1
 
     @property
     def width(self) -> int:
-        """Number of slots in use during the next step, with the new token's."""
+        """Number of slots in use during the next step, the new token's included."""
         return self._planned()[1][self.at]
 
     def slots(self, device: torch.device) -> int | Tensor:
@@ -298,7 +301,7 @@ class Distance(SlotSchedule):
         return slots, first_unused.max(1).tolist()
 
     def _queue(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Plan n steps: slots, and each row's first slot never used after them, both [n, U]."""
+        """Plan n steps: slots, and the first slot that a row has not used yet, both [n, U]."""
         seen = self.lengths + self.generated + np.arange(1, n + 1)[:, None]
         size = np.round(np.maximum(self.base, self.share * seen))
         slots = np.empty(size.shape, dtype=np.int64)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HeavyHitterSlots(SlotSchedule):
-    """Constant size: the token with the lowest accumulated attention outside the recent ones (H2O).
+    """Constant size: drop the token with the lowest accumulated attention, but no recent one (H2O).
 
     The dropped token, the victim, depends on attention. `drop` finds it on the device, without
     synchronising, and the next token takes its slot.
@@ -37,7 +37,8 @@ class HeavyHitterSlots(SlotSchedule):
         super().__init__(**arrays)
         self.n_tokens = self.counts.copy()  # tokens before the step, dropped ones included
         self.recent = np.maximum(self.recent, 1)  # the newest is never the victim
-        # If padding lies between turns: positions [R, n] of the prompt's last tokens, and its end.
+        # If padding lies between turns: the positions [R, n] of the prompt's last tokens, and the
+        # position after the prompt.
         self.places: Tensor | None = None
         self.end = 0
         self.lacks_candidates = bool((self.capacity < self.protected + self.recent).any())
@@ -51,7 +52,7 @@ class HeavyHitterSlots(SlotSchedule):
 
     @property
     def used(self) -> int:
-        """Number of slots in use before the next step, or one less: the next slot is unknown."""
+        """Number of slots in use before the next step; a freed one may count or not."""
         return self.width - 1
 
     @property
@@ -136,6 +137,7 @@ class HeavyHitterSlots(SlotSchedule):
         return torch.where(n_of_prompt > 0, before_recent, newest - recent)
 
     def _victim(self, attention: Tensor, positions: Tensor, newest: int | Tensor) -> Tensor:
+        """Return the slot of the token to drop, int64 [R]; arguments are those of `drop`."""
         # Buffers are reused, so that no step allocates a tensor with an element per slot.
         if self.buffers is None or self.buffers[0].shape != attention.shape:
             mask = torch.empty_like(attention, dtype=torch.bool)
@@ -200,8 +202,9 @@ class Fixed(Decode):
             )
         if policy.score.ranks and policy.score.average_heads:
             raise ValueError(
-                "average_heads=True ranks tokens once per layer, but decode='fixed' drops the "
-                "lightest token of each head: use average_heads=False, or decode='ratio' or 'grow'"
+                "average_heads=True ranks tokens once per layer, but decode='fixed' drops a token "
+                "of each head by its own scores: use average_heads=False, or decode='ratio' or "
+                "'grow'"
             )
 
     def schedule(self, policy: Policy, rows: RowSizes) -> SlotSchedule:
@@ -218,7 +221,9 @@ class Fixed(Decode):
 class LeastAttended(Decode):
     """As "fixed", but each new token replaces the one that it attends to least (TOVA).
 
-    By the mean over a layer's heads, arXiv 2401.06104, section 3; the newest token stays.
+    Its attention is the mean over a layer's heads. The newest token stays.
+
+    Source: TOVA, arXiv 2401.06104, section 3.
     """
 
     needs_decode_attention = True
@@ -228,7 +233,7 @@ class LeastAttended(Decode):
         if policy.score.turn_reduction:
             raise ValueError(
                 "decode='least-attended' looks at the newest query alone, and "
-                f"score={policy.score.name!r} goes on from step to step: use score='window'"
+                f"score={policy.score.name!r} combines scores of all turns: use score='window'"
             )
         if not (policy.score.average_heads and not policy.heads.scope):
             raise ValueError(
@@ -249,5 +254,6 @@ class LeastAttended(Decode):
 
 
 def _sizes(rows: RowSizes) -> dict[str, np.ndarray]:
+    """Return the arrays of a schedule of constant size."""
     protected = rows.protected.clip(max=rows.capacity)
     return {"counts": rows.counts, "protected": protected, "capacity": rows.capacity}

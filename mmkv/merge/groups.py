@@ -4,7 +4,7 @@ A group is one pair, a mean key and a mean value of its `m` tokens, with a weigh
 Attention adds `log w` to that slot's logit, `softmax(scale * q . k + log w)`, so a group of equal
 pairs counts exactly as its tokens did, and no token leaves the softmax. A group has the position of
 its best-scored token, its leader. In the means a token counts as much as its score, so that a group
-is nearest to the tokens on which most depends.
+is nearest to its most important tokens.
 
 With weight m, a mean key gets less attention than its m tokens did, as a mean of exponentials is
 above the exponential of the mean. So the weight is fitted to some queries of the prompt, rotated to
@@ -53,8 +53,8 @@ class MergeIntoGroups(Merge):
         group_run: groups are formed inside runs of this many positions; 1 or more.
         rounds: rounds of k-means; 1 or more.
         value_weight: weight of values relative to keys in the distance of two pairs; 0 or more.
-        fit: the number of the prompt's queries for which a group gets the attention that its tokens
-            had; 0: it weighs as much as its number of tokens.
+        fit: how many queries of the prompt a group's weight is fitted to, so that they give the
+            group the attention that its tokens got; 0: its weight is its number of tokens.
     """
 
     exact: Share = 0.3
@@ -97,7 +97,7 @@ class MergeIntoGroups(Merge):
         slot[..., U] = M
         slot = slot.gather(-1, leader.masked_fill(leader < 0, U))
         n_tokens = sums(token_weights, slot, M)
-        # Relative to its leader, so that a token that is alone counts exactly 1.
+        # Relative to the leader's score, so that a single token counts exactly 1.
         counted = token_weights * (score / score.gather(-1, leader.clamp(min=0)))
         mean_keys, mean_values = means((keys, values), slot, counted, M)
         return replace(
@@ -107,15 +107,20 @@ class MergeIntoGroups(Merge):
             slot=slot,
             weights=n_tokens.masked_fill(n_tokens == 0, 1.0),
             log_weights=log_weights(
-                slot, M, present, keys, prompt_kv.log_weights, mean_keys, prompt_kv.readers
+                slot, M, present, keys, prompt_kv.log_weights, mean_keys, prompt_kv.reference
             ),
         )
 
     def _without_newest(self, rank: Tensor, size: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rank [B, H, U] with inf for the newest tokens, which stay single.
+        """Pin the newest tokens, so that they stay single; at most an eighth of the slots.
 
-        They are at most an eighth of the slots, `size` [B, H], so that most are left for others.
-        Also return the `counts` of `leaders` with them.
+        Args:
+            rank: [B, H, U], inf for pinned tokens, -inf for no token.
+            size: int64 [B, H], each head's slots.
+            counts: int64 [3, B, H], see `leaders`.
+
+        Returns:
+            `rank` and `counts` with these tokens among the pinned ones.
         """
         if not self.newest:
             return rank, counts
@@ -204,20 +209,23 @@ def leaders(
 
 
 def positive(rank: Tensor) -> Tensor:
-    """Return each token's weight in the mean of its group: float32 [B, H, N], above 0.
+    """Return how much each token counts in the mean of its group: float32 [B, H, N], above 0.
 
-    It is the token's score, raised to at least a millionth of the head's largest score. If no score
-    of a head is above 0, all weights are equal. Pinned tokens are in no group; theirs is the least.
+    It is the token's score, but at least a millionth of the head's largest score. If no score of a
+    head is above 0, all its tokens count alike. For pinned tokens, which are in no group, the
+    result is this least number.
     """
     score = rank.float().masked_fill(rank.isinf(), 0.0)
     return score.maximum((1e-6 * score.amax(-1, keepdim=True)).clamp(min=1e-30))
 
 
 def _planned(counts: Tensor, exact: float, run: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many tokens of each head stay single [B, H], and groups of each run [B, H, R].
+    """Plan each head's single tokens, runs and groups, on the host; arguments as for `leaders`.
 
-    Also where the runs start among the other tokens, and the end, [B, H, R + 1]; all on the host.
-    `counts` [3, B, H] are each head's slots, its tokens that must stay, and all of its tokens.
+    Returns:
+        int64 [B, H], how many tokens stay single.
+        int64 [B, H, R], how many groups each run has.
+        int64 [B, H, R + 1], where runs start among the other tokens in order, and the end.
     """
     sizes, pinned, present = counts
     size = sizes.minimum(present)
@@ -236,10 +244,11 @@ def _planned(counts: Tensor, exact: float, run: int) -> tuple[Tensor, Tensor, Te
 def _scales(
     keys: Tensor, values: Tensor, value_weight: float, present: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return by what points, keys next to values, are shifted and scaled to be standardised.
+    """Return what standardises a head's points for k-means; a point is a key next to its value.
 
-    The mean of a head's tokens, those `present`, bool [B, H, N] (None: all), and 1 / variance, for
-    values times the square of their weight: float32 [B, H, 1, 1, D + Dv] both.
+    Returns:
+        float32 [B, H, 1, 1, D + Dv], the mean of the tokens `present`, bool [B, H, N]; None: all.
+        float32 [B, H, 1, 1, D + Dv], 1 / variance, for values times `value_weight ** 2`.
     """
     means, factors, number = list[Tensor](), list[Tensor](), keys.shape[2]
     if present is not None:

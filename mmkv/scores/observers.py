@@ -8,7 +8,8 @@ queries, the last ones and some before, therefore observe the whole prompt. The 
 the prompt's length, and no operation synchronises with the host. Shape letters are those of
 `mmkv.scores`; a run has C positions.
 
-Related: observers beyond the window (KVzip, arXiv 2505.23416), the leave-one-out unit (DropKV).
+Related: queries of the whole prompt observe (KVzip, arXiv 2505.23416); a score is the change of an
+output without one token (DropKV).
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ def observer_scores(
             the last `run` of these.
         key, value: `[B, H, N, D]` after rotary embedding, and `[B, H, N, Dv]`.
         root: `[1 or B, Hq, Dv, Dv]` from `output_root`; None measures head outputs, unprojected.
-        rotation: what rotates the queries to the position after the prompt; None: they are there.
-        run: most positions in a run.
+        rotation: rotates the queries to the position after the prompt; None: they are not rotated.
+        run: the largest number of tokens in a run.
         stride: every `stride`-th query of a run observes, from its first on; for runs of earlier
             tokens every `stride`-th of the last queries, from the last one backwards.
         scale, softcap, log_weights: those of `mmkv.scores.accumulated_attention`.
@@ -322,7 +323,8 @@ def _changes(
     apart = torch.addcdiv(chosen, others, rest.clamp(min=tiny), value=-1)
     output = torch.addcmul(chosen, apart, rest / total, value=-1)
     first_change = -_half_square(apart) / total.square()
-    # As minus half the squares, and in place: tensors [B, H, G, n, C, O] take most of the time.
+    # Minus half the squares are computed, and in place, as tensors [B, H, G, n, C, O] take most of
+    # the time.
     change = table @ torch.cat([output, -_half_square(output), -torch.ones_like(rest)], dim=-1).mT
     odds = weight.div_(total.mT - weight)
     change.mul_(odds).mul_(odds).scatter_(-2, first, first_change.mT)

@@ -45,7 +45,7 @@ def test_equal_pairs_lose_nothing(models):
     assert weights.sum(-1)[0].tolist() == [90 + 23] * 2
 
 
-def test_the_report_counts_groups_apart(models):
+def test_report_counts_single_tokens_and_groups(models):
     model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
     cache = prefilled(model, inputs, "condense", 0.3, least=0)
     report = cache.report()
@@ -93,7 +93,7 @@ def test_mask_hiding_grouped_token_raises(models):
         model(**step, past_key_values=cache)
 
 
-def test_a_token_written_over_a_group_stands_for_itself(models):
+def test_token_written_over_a_group_weighs_1(models):
     """decode="fixed" drops groups too: what takes their slot weighs one."""
     model, inputs = models("llama"), make_inputs("llama", (90,))
     with mmkv.wrapped(model, "local", 0.2, merge="groups"), torch.no_grad():
@@ -137,7 +137,7 @@ def test_later_score_gets_group_weights(models):
         assert not log_weights[..., n:].any()
 
 
-def test_observers_are_rotated_behind_the_prompt():
+def test_observers_are_rotated_past_the_prompt():
     """Each query is turned to the next position: with one key for all, distances alone count."""
     model, inputs = make_model("llama"), make_inputs("llama", (50,))
     seen = []
@@ -160,7 +160,7 @@ def test_observers_are_rotated_behind_the_prompt():
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_group_takes_over_the_attention_its_tokens_received(models):
+def test_group_has_the_accumulated_attention_of_its_tokens(models):
     """h2o drops what received least; a head's tokens received one for each query."""
     model, inputs = models("llama"), make_inputs("llama", (90,))
     cache = prefilled(model, inputs, "h2o", 0.2, merge="groups")
@@ -171,7 +171,7 @@ def test_a_group_takes_over_the_attention_its_tokens_received(models):
 
 
 @pytest.mark.parametrize(("size", "newest"), [(15, 1), (16, 2), (25, 3), (60, 4)])
-def test_groups_keep_the_newest_in_an_eighth_of_few_slots(size: int, newest: int) -> None:
+def test_newest_tokens_take_at_most_an_eighth_of_the_slots(size: int, newest: int) -> None:
     policy = mmkv.get_policy("condense", newest=4)
     N = 100
     positions = torch.arange(N).view(1, 1, N)

@@ -32,7 +32,7 @@ def test_stored_leaders_are_read_back(T, share):
 
 
 @pytest.mark.parametrize(("bits", "n_ahead", "n_behind"), [(3, 2, 3), (4, 6, 7), (8, 126, 127)])
-def test_few_leaders_between_a_token_and_its_own_need_few_bits(bits, n_ahead, n_behind):
+def test_bits_grow_with_leaders_between_a_token_and_its_own(bits, n_ahead, n_behind):
     """All tokens lead but one, which the farthest leads; of one leader more, a bit more."""
     for more in (0, 1):
         leaders = torch.arange(n_ahead + more + 1)

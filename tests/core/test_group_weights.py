@@ -34,8 +34,8 @@ def test_weights_equal_the_loop(softcap, together, monkeypatch):
     present[1, 4:] = False
     means = random(B, H, M, D, seed=4) / 2
     dirty = keys.masked_fill((counts == 0)[..., None], math.nan)
-    readers = ReferenceQueries(query, present, softcap)
-    found = log_weights(slot, M, counts > 0, dirty, of_tokens, means, readers)
+    references = ReferenceQueries(query, present, softcap)
+    found = log_weights(slot, M, counts > 0, dirty, of_tokens, means, references)
 
     def logit(q: Tensor, k: Tensor) -> float:
         x = float(q.double() @ k.double())
@@ -65,16 +65,16 @@ def test_weights_equal_the_loop(softcap, together, monkeypatch):
                 assert float(found[b, h, m]) == pytest.approx(want, abs=1e-4)
 
 
-def test_unread_group_weighs_its_number_of_tokens():
+def test_group_without_attention_weighs_its_number_of_tokens():
     """Attention below the smallest number says nothing of a weight; nor does no query at all."""
     keys = torch.zeros(1, 1, 6, D)
     keys[..., 2:, 0] = -1000.0
     slot, there = torch.tensor([[[0, 0, 1, 1, 1, 1]]]), torch.ones(1, 1, 6) > 0
     query = torch.tensor([1.0, 0.0, 0.0, 0.0]).view(1, 1, 1, D)
-    readers = ReferenceQueries(query, torch.ones(1, 1, dtype=torch.bool), None)
+    references = ReferenceQueries(query, torch.ones(1, 1, dtype=torch.bool), None)
     means = torch.full((1, 1, M, D), -500.0)
     means[..., 0, :] = 0.0
-    for given in (readers, None):
+    for given in (references, None):
         found = log_weights(slot, M, there, keys, None, means, given)
         torch.testing.assert_close(found[0, 0].exp(), torch.tensor([2.0, 4.0, 1.0, 1.0, 1.0]))
 
@@ -90,19 +90,19 @@ def test_unread_group_weighs_its_number_of_tokens():
         (99, None, [list(range(9)), [6, 7, 8]]),
     ],
 )
-def test_readers_are_spread_over_a_rows_own_queries(number, remembered, want):
+def test_reference_queries_are_spread_over_a_row(number, remembered, want):
     """Of rows of 9 and 3 tokens, behind one key that is older: each row's own, up to its last."""
     query = torch.arange(9.0).view(1, 1, 9, 1).expand(2, H * G, 9, D)
     valid = torch.arange(10) >= torch.tensor([[0], [7]])
     keys: Any = torch.zeros(2, H, 10, D)
     layer = LayerInputs(query=query, key=keys, value=keys, valid=valid, scale=0.5)
-    readers = ReferenceQueries.of(layer, valid[:, 1:], number, remembered)
-    assert readers is not None
-    assert readers.query.shape == (2, H * G, min(number, remembered or 9, 9), D)
+    references = ReferenceQueries.of(layer, valid[:, 1:], number, remembered)
+    assert references is not None
+    assert references.query.shape == (2, H * G, min(number, remembered or 9, 9), D)
     for b in range(2):
-        chosen = readers.query[b][:, readers.present[b], 0]
+        chosen = references.query[b][:, references.present[b], 0]
         assert sorted((2 * chosen[0]).tolist()) == want[b]
-        assert not readers.query[b][:, ~readers.present[b]].any()
+        assert not references.query[b][:, ~references.present[b]].any()
     assert ReferenceQueries.of(layer, valid[:, 1:], 0, None) is None
     assert ReferenceQueries.of(layer, valid[:, 1:], 3, 0) is None
 
@@ -110,7 +110,7 @@ def test_readers_are_spread_over_a_rows_own_queries(number, remembered, want):
 @pytest.mark.parametrize(
     ("policy", "options"), [("condense", {"least": 0}), ("snapkv", {"window": 6})]
 )
-def test_readers_ask_behind_the_prompts_end(models, policy, options, monkeypatch):
+def test_reference_queries_are_rotated_past_the_prompt(models, policy, options, monkeypatch):
     """Turned as the next token's query is, where the score knows; the same read in chunks."""
     given: list[tuple[LayerInputs, Any]] = []
     of = ReferenceQueries.of
@@ -129,11 +129,11 @@ def test_readers_ask_behind_the_prompts_end(models, policy, options, monkeypatch
         for part in inputs["input_ids"].split(50, dim=1):
             model(input_ids=part, past_key_values=cache)
     steps = list(range(89, -1, -6)[:16] if policy == "condense" else range(89, 83, -1))
-    for (layer, readers), (_, same) in zip(whole, given[-3:], strict=True):
+    for (layer, references), (_, same) in zip(whole, given[-3:], strict=True):
         query = layer.query
         if policy == "condense":
             query = layer.rotary.moved(query, layer.rotary.ahead(1))
         want = query[:, :, steps].float() * query.shape[-1] ** -0.5
-        for found in (readers, same):
+        for found in (references, same):
             got = found.query[:, :, found.present[0]]
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

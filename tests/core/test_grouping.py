@@ -106,7 +106,7 @@ def slots_of(leader: Tensor, rank: Tensor) -> list[list[int]]:
     tile=st.sampled_from([1, 2**30]),
     seed=st.integers(0, 2**16),
 )
-def test_equals_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight, tile, seed):
+def test_leaders_equal_the_loop(N, sizes, gone, must, exact, run, rounds, value_weight, tile, seed):
     """Heads of any size, with weights, gaps that hold anything, and tokens that must stay."""
     keys, values, scores = layer(2, 2, N, seed=seed)
     generator = torch.Generator().manual_seed(seed)

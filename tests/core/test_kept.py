@@ -139,7 +139,7 @@ def test_lookm_adds_the_largest_score_to_those_of_text(budget):
     assert bool(images) == (budget == 75), "the budget does not tell text from images"
 
 
-def test_h2o_decoding_drops_the_lightest(plain):
+def test_h2o_decoding_drops_the_least_attended(plain):
     """Accumulated over prompt and steps, as the masked full cache attends."""
     n = 20
     held, weights = plain.followed("h2o", n, 40)

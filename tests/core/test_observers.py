@@ -60,7 +60,7 @@ def naive(query, key, value, weight, *, run, scale, softcap=None, log_weights=No
 @pytest.mark.parametrize("stride", [1, 3])
 @cases("layout", LAYOUTS, (6, 2))
 @cases("dtype", DTYPES, torch.float32)
-def test_equals_the_loop_on_each_row_alone(layout, dtype, stride):
+def test_scores_of_padded_rows_equal_the_loop(layout, dtype, stride):
     (Hq, H), B, N, D, Dv, padding = layout, 3, 26, 8, 6, (0, 5, 17)
     query, key = random(B, Hq, N, D, seed=1, dtype=dtype), random(B, H, N, D, seed=2, dtype=dtype)
     value, weight = random(B, H, N, Dv, seed=3, dtype=dtype), random(10, Hq * Dv, seed=4)

@@ -156,7 +156,7 @@ def condense(
     always[:1] = True
     rank = Observers()(layer).masked_fill(always, torch.inf)
     kv = PromptKV(k[None, None], v[None, None], torch.arange(N)[None, None])
-    kv.readers = ReferenceQueries.of(layer, layer.valid, 16, None)
+    kv.reference = ReferenceQueries.of(layer, layer.valid, 16, None)
     none = torch.zeros(1, 1, N, dtype=torch.bool)
     ranking = Ranking(rank, torch.full((1, 1), size), none, ~none)
     kept = MergeIntoGroups()(kv, ranking)
