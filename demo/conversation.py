@@ -22,8 +22,9 @@ from mmkv.budgets import DEFAULT, named, number
 from mmkv.cache import codes
 from mmkv.loading import untrusted
 from mmkv.memory import Memory
+from mmkv.planning import comparing
 from mmkv.registry import get_policy
-from mmkv.wrapping import comparing, wrap
+from mmkv.wrapping import wrap
 
 from .answer import Answer, Kept, Side, kept_of
 

@@ -25,8 +25,9 @@ from mmkv.calls import CACHE, passing
 from mmkv.contexts import Context
 from mmkv.forcing import Read, Steps, up_to_end
 from mmkv.layer_inputs import LayerInputs
+from mmkv.planning import comparing
 from mmkv.registry import get_policy
-from mmkv.wrapping import comparing, wrapped
+from mmkv.wrapping import wrapped
 
 
 class Capture(CompressedCache):

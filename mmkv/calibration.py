@@ -10,11 +10,12 @@ import torch
 from mmkv import adapters, visual_heads
 from mmkv.calls import cache_in
 from mmkv.forcing import checked_inputs
+from mmkv.planning import comparing
 from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy
 from mmkv.sizes.profiled import VisualHeads
 from mmkv.terminal import bar
-from mmkv.wrapping import comparing, wrapped
+from mmkv.wrapping import wrapped
 
 
 @comparing()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.models import make_model
-from mmkv import parts, registry, wrapping
+from mmkv import parts, planning, registry
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,7 +43,7 @@ def nothing_imported_is_collected() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def told_of_equal_heads() -> None:
     """`wrap` says it once a process: no test's log has it because it ran first."""
-    wrapping._logged_policies.update(registry.list_policies())
+    planning._logged_policies.update(registry.list_policies())
 
 
 @pytest.fixture(autouse=True)

@@ -32,8 +32,8 @@ from mmkv.eval.speed.rival import Worker, nearest_press, press_label
 from mmkv.eval.store import describe_environment
 from mmkv.eval.variants import parse_variants
 from mmkv.memory import Memory
+from mmkv.planning import comparing
 from mmkv.terminal import Table, tell
-from mmkv.wrapping import comparing
 
 # The row that ratios compare with, and a repetition of it, whose ratios should be 1.
 UNWRAPPED, AGAIN = "not wrapped", "not wrapped, again"

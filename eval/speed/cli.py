@@ -185,8 +185,8 @@ def plan_command(
     from mmkv.eval.speed.plan import Load, Sizes, plan
     from mmkv.loading.models import empty
     from mmkv.memory import Memory
+    from mmkv.planning import planned
     from mmkv.registry import get_policy
-    from mmkv.wrapping import planned
 
     chosen = get_policy(policy, **parse_options(policy, option or []))
     size = (given or default_budget(chosen, profile, kv_dtype)) or DEFAULT

@@ -120,26 +120,44 @@ def before_decoder(
     if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
         # Gemma 3 and PaliGemma make the 4-D mask above the decoder: use the model's own argument.
         mask = running.mask
-    seen, q = cache.get_query_offset(), tokens.shape[1]
     if isinstance(cache.phase, Reading):
-        full_mask = _mask(mask, tokens, seen)
-        valid = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
-        earlier = None
-        if full_mask is not None:
-            earlier, valid = full_mask[:, :seen], full_mask[:, seen:]
-        image = _image_tokens(attachment, cache.plan.policy, running, valid)
-        if cache.begin(running, valid, earlier, image):
-            cache.size(attention.run_mini_prefill(running, parts.decoder, kwargs))
-        if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
-            cache.remember(running.ids, seen + q)
+        _begin_prompt(attachment, cache, running, mask, tokens, kwargs)
     else:
-        # `generate` only appends ones to its mask, and reading it would wait for the GPU.
-        needs_mask = q > 1 or tokens.device.type == "cpu" or not running.generating
-        cache.step(running, _mask(mask, tokens, seen) if needs_mask else None, q)
-        fed = not (running.generating or cache.on_clock)  # by a caller's own loop
-        if fed and cache.short_positions is not None and running.ids is not None:
-            cache.remember(running.ids, seen + q)  # they may have to be read again
+        _begin_step(cache, running, mask, tokens)
     return (), kwargs
+
+
+def _begin_prompt(
+    attachment: Attachment,
+    cache: CompressedCache,
+    running: ForwardPass,
+    mask: Any,
+    tokens: Tensor,
+    kwargs: Kwargs,
+) -> None:
+    """Prepare the cache for a prompt's pass; `tokens` are ids [B, q] or embeddings."""
+    seen = cache.get_query_offset()
+    full_mask = _mask(mask, tokens, seen)
+    valid = tokens.new_ones(tokens.shape[:2], dtype=torch.bool)
+    earlier = None
+    if full_mask is not None:
+        earlier, valid = full_mask[:, :seen], full_mask[:, seen:]
+    image = _image_tokens(attachment, cache.plan.policy, running, valid)
+    if cache.begin(running, valid, earlier, image):
+        cache.size(attention.run_mini_prefill(running, attachment.parts.decoder, kwargs))
+    if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
+        cache.remember(running.ids, seen + tokens.shape[1])
+
+
+def _begin_step(cache: CompressedCache, running: ForwardPass, mask: Any, tokens: Tensor) -> None:
+    """Prepare the cache for a decode step; `tokens` are ids [B, q] or embeddings."""
+    seen, q = cache.get_query_offset(), tokens.shape[1]
+    # `generate` only appends ones to its mask, and reading it would wait for the GPU.
+    needs_mask = q > 1 or tokens.device.type == "cpu" or not running.generating
+    cache.step(running, _mask(mask, tokens, seen) if needs_mask else None, q)
+    fed = not (running.generating or cache.on_clock)  # by a caller's own loop
+    if fed and cache.short_positions is not None and running.ids is not None:
+        cache.remember(running.ids, seen + q)  # they may have to be read again
 
 
 @torch.compiler.disable

@@ -64,7 +64,7 @@ class QuantizedKV:
         self.codes, self.ranges, self.exact = codes, ranges, exact
         self.exact_slots, self.mean = exact_slots, mean
         self.bits, self.start, self.opened, self.reuses = bits, start, opened, reuses
-        self.sizes = sizes or (mean.shape[-1],) * 2
+        self.sizes = sizes or (mean.shape[-1], mean.shape[-1])
         self.rows = torch.arange(len(codes), device=codes.device)[:, None]
         self.exact_range = ranges.new_zeros(2, 1)
         self.exact_range[0].fill_(1.0)

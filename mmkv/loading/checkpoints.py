@@ -89,19 +89,8 @@ def load(
     fields = _read_json(folder / "config.json")
     _check_supported(folder, fields)
     weights = _read_weights(folder)
-    name = Path(str(fields["mm_vision_tower"])).name
-    candidates = [folder / name, folder.parent / name] if name else []
-    if vision_tower is not None:
-        candidates = [Path(vision_tower)]
-    tower = next((x for x in candidates if (x / "config.json").is_file()), None)
-    if vision_tower is not None and tower is None:
-        raise ValueError(f"vision_tower={str(vision_tower)!r}: no folder with a config.json")
-    unused = ("rotary_emb.inv_freq", "embeddings.position_ids")
-    state: dict[str, Tensor] = {}
-    for name, x in weights.items():
-        start = next(x for x in _RENAMED if name.startswith(x))
-        if not name.endswith(unused):
-            state[_RENAMED[start] + name.removeprefix(start)] = x
+    tower = _tower(folder, fields, vision_tower)
+    state = _renamed(weights)
     if not any(name.startswith("vision_tower.") for name in state):
         if tower is None:
             raise ValueError(
@@ -130,11 +119,7 @@ def load(
         raise ValueError(
             f"the weights in {folder} do not fit its configuration: {error}"
         ) from error
-    if dtype is None:
-        named = str(fields.get("torch_dtype") or fields.get("dtype") or "float32")
-        dtype = getattr(torch, named, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"torch_dtype={named!r}: no such dtype")
+    dtype = _dtype(fields) if dtype is None else dtype
     model_class: Any = LlavaForConditionalGeneration
     model, info = model_class.from_pretrained(
         None,
@@ -155,6 +140,37 @@ def load(
             raise ValueError(f"{generation}: {error}") from error
     model.generation_config.pad_token_id = pad
     return model.eval(), _processor(fields, config, tokenizer)
+
+
+def _tower(folder: Path, fields: dict[str, Any], given: str | Path | None) -> Path | None:
+    """Return the folder of a checkpoint's CLIP tower; None if there is none."""
+    name = Path(str(fields["mm_vision_tower"])).name
+    candidates = [folder / name, folder.parent / name] if name else []
+    if given is not None:
+        candidates = [Path(given)]
+    tower = next((x for x in candidates if (x / "config.json").is_file()), None)
+    if given is not None and tower is None:
+        raise ValueError(f"vision_tower={str(given)!r}: no folder with a config.json")
+    return tower
+
+
+def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights by the names in transformers, without those that it computes."""
+    unused = ("rotary_emb.inv_freq", "embeddings.position_ids")
+    state: dict[str, Tensor] = {}
+    for name, x in weights.items():
+        start = next(x for x in _RENAMED if name.startswith(x))
+        if not name.endswith(unused):
+            state[_RENAMED[start] + name.removeprefix(start)] = x
+    return state
+
+
+def _dtype(fields: dict[str, Any]) -> torch.dtype:
+    named = str(fields.get("torch_dtype") or fields.get("dtype") or "float32")
+    dtype = getattr(torch, named, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch_dtype={named!r}: no such dtype")
+    return dtype
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import mmkv
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, short
 from helpers.profiles import profile_of
-from mmkv import wrapping
+from mmkv import planning
 from mmkv.eval.variants import parse_variants
 from mmkv.profiles import FILE, Profile
 from mmkv.registry import exact_share
@@ -60,12 +60,12 @@ class TestEqualHeads:
 
     @pytest.fixture(autouse=True)
     def untold(self, monkeypatch):
-        monkeypatch.setattr(wrapping, "_logged_policies", set())
+        monkeypatch.setattr(planning, "_logged_policies", set())
 
     def said(self, caplog, model, policy, budget=0.5, **options):
         caplog.clear()
         mmkv.unwrap(mmkv.wrap(model, policy, budget, **options))
-        return [x.getMessage() for x in caplog.records if x.name == wrapping.__name__]
+        return [x.getMessage() for x in caplog.records if x.name == planning.__name__]
 
     def test_warning_is_one_line_once_a_policy(self, caplog, text_model):
         for policy in ("snapkv", "h2o"):

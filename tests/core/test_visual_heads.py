@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import mmkv
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate
-from mmkv import wrapping
+from mmkv import planning
 from mmkv.sizes.profiled import VISUAL_FILE, proportional
 
 L, H, G = 3, 2, 2
@@ -106,7 +106,7 @@ def test_sizes_are_proportional_below_what_there_is(weights, share, most):
 
 
 def test_missing_profile_gives_equal_heads_and_a_note(caplog, monkeypatch):
-    monkeypatch.setattr(wrapping, "_logged_policies", set())
+    monkeypatch.setattr(planning, "_logged_policies", set())
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (60,))
     found = []
     for policy in ("snapkv", "sparsemm"):
