@@ -95,17 +95,7 @@ def wrap(
     elif budget is None and kv_dtype is None and profile is None and chosen.takes_budget:
         budget = DEFAULT
     parts = adapters.find(outer)
-    if attention.is_view(parts.config):
-        raise ValueError(
-            f"the decoder of this {kind} is wrapped already, as a part of another model: "
-            "mmkv.unwrap that first"
-        )
-    base = parts.config._attn_implementation
-    if base not in attention.NAMES:
-        raise ValueError(
-            f"attn_implementation={base!r} is not supported: load the model with one of "
-            f"{', '.join(attention.NAMES)}"
-        )
+    _check_decoder(parts, kind)
     plan, compressed = planned(
         model,
         parts,
@@ -125,6 +115,21 @@ def wrap(
         unwrap(model)
         raise
     return outer
+
+
+def _check_decoder(parts: adapters.Adapter, kind: str) -> None:
+    """Check that the decoder is not wrapped, and attends by a function that can be replaced."""
+    if attention.is_view(parts.config):
+        raise ValueError(
+            f"the decoder of this {kind} is wrapped already, as a part of another model: "
+            "mmkv.unwrap that first"
+        )
+    base = parts.config._attn_implementation
+    if base not in attention.NAMES:
+        raise ValueError(
+            f"attn_implementation={base!r} is not supported: load the model with one of "
+            f"{', '.join(attention.NAMES)}"
+        )
 
 
 def probe(model: nn.Module) -> profiles.Profile:
