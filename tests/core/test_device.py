@@ -179,7 +179,7 @@ def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", DECODING, ids=str)
+@pytest.mark.parametrize("variant", [v for v in DECODING if v.budget == 0.3], ids=str)
 def test_replayed_steps_pass_nothing_between_host_and_device(
     models, there, gpu, monkeypatch, variant
 ):
