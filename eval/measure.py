@@ -187,9 +187,10 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
             chunk = chunk if context is None else None  # its context is read already
             tokens, cache, times, first_bytes = timed(model, inputs, limits, pad, chunk)
         else:
-            (prompts, read), times, first_bytes = prompts_and_reader(), dict[str, float](), 0
+            (prompts, read), times = prompts_and_reader(), dict[str, float]()
             assert read is not None
-            tokens, cache = continued(model, prompts, read, limits, ends_of(model))
+            ends = ends_of(model)
+            tokens, cache, first_bytes = continued(model, prompts, read, limits, ends)
         each = zip(rows, batch.samples, batch.answers, tokens, strict=True)
         for row, sample, answer, ids in each:
             row["new_tokens"] = len(ids)

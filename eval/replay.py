@@ -126,13 +126,15 @@ def applies(plan: CacheConfig) -> bool:
 @torch.no_grad()
 def continued(
     model: Any, inputs: Mapping[str, Tensor], read: Read, limits: Sequence[int], ends: set[int]
-) -> tuple[list[list[int]], Any]:
+) -> tuple[list[list[int]], Any, int]:
     """Return greedy replies to prompts that are read already, as token ids, and the cache.
 
     `read` returns the cache and the first logits; a reply ends with one of `ends` or at its limit.
+    Also return the cache's bytes before the replies.
     """
     steps = Steps(model, inputs)
     cache, logits = read()
+    held_bytes: int = cache.nbytes
     tokens, ended = list[Tensor](), [False] * len(limits)
     for n in range(1, max(limits) + 1):
         tokens.append(token := logits[:, -1].argmax(-1, keepdim=True))
@@ -142,7 +144,7 @@ def continued(
             break
         logits = steps.feed(cache, token)
     new = zip(torch.cat(tokens, dim=1).tolist(), limits, strict=True)
-    return [up_to_end(ids, ends)[:limit] for ids, limit in new], cache
+    return [up_to_end(ids, ends)[:limit] for ids, limit in new], cache, held_bytes
 
 
 def asked(context: Context, question: Mapping[str, Tensor]) -> tuple[dict[str, Any], Read]:

@@ -98,6 +98,19 @@ def test_an_evaluation_by_replays_gives_the_rows_of_one_without(tmp_path, batch_
 
 
 @pytest.mark.slow
+def test_bytes_after_a_replayed_prompt_are_those_of_its_own_pass(tmp_path):
+    """Where nothing is compared but replies, which ask for no other pass."""
+    model, tokenizer = make_model("llama"), make_tokenizer()
+    how = {"policies": ["snapkv", "condense"], "options": {"window": 6, "least": 0}}
+    how |= {"budgets": [0.3], "metrics": ["score"], "samples": make_samples((60, 52), new=5)}
+    plain = run(model, tokenizer, out=tmp_path / "plain", **how)
+    replayed = run(model, tokenizer, out=tmp_path / "replayed", replay=True, **how)
+    assert len(plain) == 4
+    for mine, theirs in zip(plain, replayed, strict=True):
+        assert theirs["held_bytes"] == mine["held_bytes"] > 0
+
+
+@pytest.mark.slow
 def test_replies_follow_the_generation_config(tmp_path):
     """Suppressed words change greedy replies, so equal largest logits do not mean equal ones."""
     model, tokenizer = make_model("llama"), make_tokenizer()
