@@ -1,16 +1,23 @@
-"""Fixtures of all tests; `helpers` prepares the environment."""
+"""Fixtures of all tests; `helpers` prepares the environment.
+
+What takes seconds to import is imported where it is used: pytest-xdist's first process, which only
+starts the others, reads this file too.
+"""
+
+from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-from helpers.models import make_model
-from mmkv import parts, planning, registry
+import helpers  # noqa: F401  before transformers
+
+if TYPE_CHECKING:
+    import torch
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,8 +48,18 @@ def nothing_imported_is_collected() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tensors are tiny: more threads only wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def told_of_equal_heads() -> None:
     """`wrap` says it once a process: no test's log has it because it ran first."""
+    from mmkv import planning, registry
+
     planning._logged_policies.update(registry.list_policies())
 
 
@@ -57,6 +74,8 @@ def groups_of_other_tests_are_forgotten() -> Iterator[None]:
 @pytest.fixture
 def registering() -> Iterator[None]:
     """What a test registers is forgotten after it."""
+    from mmkv import parts, registry
+
     registry.list_policies()  # now all others are known
     before = [(x, dict(x)) for x in (registry._policies, parts.registered)]
     before.append((registry.plugins, dict(registry.plugins)))
@@ -69,6 +88,8 @@ def registering() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def models() -> Any:
     """Tiny models by name, one of each a session; tests must leave them unwrapped."""
+    from helpers.models import make_model
+
     made: dict[str, torch.nn.Module] = {}
 
     def get(name: str) -> torch.nn.Module:
@@ -82,4 +103,6 @@ def models() -> Any:
 @pytest.fixture
 def text_model() -> Any:
     """A tiny Llama of a test's own."""
+    from helpers.models import make_model
+
     return make_model("llama")

@@ -78,10 +78,10 @@ def agrees(model, inputs, variant, kv_dtype, new=NEW):
     return cache
 
 
-@cases(
-    "variant, kv_dtype",
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "kv_dtype"),
     [(x, "int4") for x in VARIANTS] + [(x, "int8") for x in (GROUPS, DROPS)],
-    "snapkv-budget=44",
     ids=str,
 )
 def test_eviction_equals_masking(doubles, variant, kv_dtype):
