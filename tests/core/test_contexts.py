@@ -116,7 +116,8 @@ def test_every_kind_of_model(name, tmp_path):
 
 
 @since("5.18")
-@cases(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "name",
     [
         "Qwen2_5_VLForConditionalGeneration",
@@ -125,7 +126,6 @@ def test_every_kind_of_model(name, tmp_path):
         "LlavaForConditionalGeneration",
         "InternVLForConditionalGeneration",
     ],
-    "LlavaForConditionalGeneration",
 )
 def test_appended_frames_equal_all_frames(name):
     """At full budget: pictures, their grids and positions are those of the whole prompt."""

@@ -121,7 +121,7 @@ def test_a_share_is_of_the_models_own_type():
 @cases(
     "policy, dtype",
     [(x, (torch.float32, torch.bfloat16)[i % 2]) for i, x in enumerate(POLICIES)],
-    *("snapkv", "adakv"),
+    "snapkv",
 )
 def test_bytes_held_after_a_prompt_are_within_the_share(policy, dtype):
     """And nearly all of it is used, where heads have no sizes that are known too late."""

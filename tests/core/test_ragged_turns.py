@@ -79,10 +79,10 @@ def test_a_ragged_turn_in_chunks_equals_singles(models, variant):
     agrees(models("llama"), variant, prefill_chunk_size=7)
 
 
-@cases(
-    "policy, kv_dtype",
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "kv_dtype"),
     [(x, "int4") for x in ("snapkv", "elastic", "condense", "adakv", "h2o")] + [("h2o", "int8")],
-    ("snapkv", "int4"),
 )
 def test_a_ragged_turn_in_few_bits_equals_singles(doubles, policy, kv_dtype):
     agrees(doubles, Variant(policy), settings={"kv_dtype": kv_dtype})
