@@ -9,7 +9,7 @@ from transformers.models.llama import modeling_llama
 
 import mmkv
 from helpers.models import make_inputs, make_model, next_turn
-from helpers.oracle import ROWS, generate, prefilled
+from helpers.oracle import NEW, ROWS, generate, prefilled
 from mmkv.cache import selection
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.prompt_kv import PromptKV
@@ -42,7 +42,7 @@ def test_equal_pairs_lose_nothing(models):
     assert torch.equal(got, tokens)
     # A head's new tokens weigh one each, and what stands for the prompt as much as it did.
     weights = cache.layers[0].dense().weights
-    assert weights.sum(-1)[0].tolist() == [90 + 23] * 2
+    assert weights.sum(-1)[0].tolist() == [90 + NEW - 1] * 2
 
 
 def test_report_counts_single_tokens_and_groups(models):
