@@ -13,6 +13,7 @@ from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model, row_of
 from helpers.oracle import (
+    EITHER,
     IN_ROWS,
     READING,
     ROWS,
@@ -54,11 +55,11 @@ def test_full_budget_is_identity(models, policy):
     assert cache.report().kept_fraction == 1.0
 
 
-@cases("variant", [v for v in VARIANTS if v not in READING], "h2o", ids=str)
+@cases("variant", [v for v in EITHER if v not in READING], "h2o", ids=str)
 def test_batch_equals_singles(models, variant):
     """A row of a left-padded batch keeps, and says, exactly what it does alone.
 
-    Of the others `test_ragged_turns` asks it, in three turns.
+    Of each way to read a prompt `test_ragged_turns` asks it, in three turns.
     """
     model, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):

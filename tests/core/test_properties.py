@@ -259,7 +259,7 @@ def test_overflowed_model(policy):
 
 @cases(
     "policy, dtype",
-    [(x, torch.float16) for x in mmkv.list_policies()]
+    [(x, torch.float16) for x in (*mmkv.list_policies()[1::2], "condense")]
     + [(x, torch.bfloat16) for x in ("adakv", "h2o", "condense", "prefixkv")],
     *(("adakv", torch.float16), ("h2o", torch.bfloat16)),
 )

@@ -31,7 +31,7 @@ def passes(model, inputs, new):
     return found
 
 
-@cases("variant", DECODING, "h2o", ids=str)
+@cases("variant", DECODING[1::2], "h2o", ids=str)
 def test_few_slots_are_empty(models, variant):
     """An eighth of the slots in use, or 16 a row; rows of similar length share slots (4 %)."""
     model, inputs = models("llama"), make_inputs("llama", (300, 41))
@@ -49,9 +49,9 @@ def test_a_compressed_cache_is_never_larger_than_the_full_one(models, policy):
     """At every token of a long answer, where 16 tokens a head were dropped on average."""
     model, inputs = models("llama"), make_inputs("llama", (120,))
     with mmkv.wrapped(model, policy, 0.8, **short(policy)):
-        found = passes(model, inputs, 150)
+        found = passes(model, inputs, 100)
     R = LAYERS * HEADS
-    assert len(found) == 150
+    assert len(found) == 100
     for slots, kept, seen in found:
         assert R * seen - kept >= 16 * R
         assert slots <= R * seen

@@ -45,7 +45,7 @@ def decoder_of(name: str) -> str:
 
 @cases(
     "name, policy",
-    [(name, policy) for name in OWN_DECODER for policy in ("adakv", "h2o", "condense")]
+    [(name, policy) for name in OWN_DECODER for policy in ("adakv", "condense")]
     + [(name, ("adakv", "h2o", "condense")[i % 3]) for i, name in enumerate(SHELLS)],
     *((name, "adakv") for name in FEW_OWN),
     *((name, "condense") for name in FEW_OWN[::3]),
@@ -312,7 +312,7 @@ def test_unwrap_restores_falcon_forward():
     assert "forward" not in vars(attn)
 
 
-@cases("name", NAMES, *FEW[::2])
+@cases("name", [*OWN_DECODER, *SHELLS[::3]], *FEW[::2])
 def test_beams_at_full_budget_are_the_plain_beams(name):
     """Rows move with everything they have, in layers that slide too."""
     model = model_of(name)
