@@ -270,9 +270,9 @@ def test_every_class_of_model(on_cpu, caplog, name):
     inputs = inputs_of(model, "padded")
     caplog.set_level(logging.INFO, "mmkv.attach.graph")
     with mmkv.wrapped(model, "prefixkv", 0.4, graph=False, **short("prefixkv")):
-        expected, tokens, _ = generate(model, inputs, new=9)
+        expected, tokens, _ = generate(model, inputs, new=16)
     with mmkv.wrapped(model, "prefixkv", 0.4, **short("prefixkv")):
-        logits, got, _ = generate(model, inputs, new=9)
+        logits, got, _ = generate(model, inputs, new=16)
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
     assert torch.equal(got, tokens)
     assert len(on_cpu) == (name not in NOT_CAPTURED)
