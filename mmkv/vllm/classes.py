@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 
-# The most classes. Four lose nothing next to sizes of each head's own (docs/serving.md).
-CLASSES = 4
+# The most classes. Five lose nothing next to sizes of each head's own (docs/serving.md).
+CLASSES = 5
 # A class whose heads should keep this share on average keeps the whole prompt.
 _WHOLE = 0.75
 # The heads are cut into at least so many parts of equal size, of which classes are made.
-_PARTS = 8
+_PARTS = 15
 
 
 @dataclass(frozen=True)
