@@ -183,7 +183,6 @@ def simulated(decode, first, n, size, steps, distance, sinks):
         ("h2o", {}),
         ("h2o", {"layers": "prefix", "heads": "adaptive"}),
     ],
-    ("prefixkv", {"distance": 4}),
     ("h2o", {}),
 )
 def test_budget_counts_generated_tokens_by_decoding_part(models, policy, options, budget):

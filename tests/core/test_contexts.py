@@ -75,7 +75,7 @@ def test_asking_equals_masking(models, variant):
     torch.testing.assert_close(logits, expected[1:], atol=1e-4, rtol=0)
 
 
-@cases("policy", POLICIES, "condense", "h2o")
+@cases("policy", POLICIES, "condense")
 def test_questions_at_once_equal_one_by_one(models, policy):
     """The context stays as it is; a batch of questions of any length is each by itself."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70,))
@@ -228,7 +228,7 @@ SAVED = [(x, TYPES[i % 3]) for i, x in enumerate(POLICIES)]
 SAVED += [("condense", x) for x in TYPES if ("condense", x) not in SAVED]
 
 
-@cases("policy, kv_dtype", SAVED, ("condense", "int4"))
+@cases("policy, kv_dtype", SAVED, "snapkv")
 def test_loaded_context_equals_saved_one(models, policy, kv_dtype, tmp_path):
     """Bit for bit, and so are replies and what a later turn leaves."""
     model, inputs = models("llava-llama"), make_inputs("llava-llama", (70, 41))

@@ -93,6 +93,7 @@ def slots_of(leader: Tensor, rank: Tensor) -> list[list[int]]:
     return [found[i] for i in sorted(found, key=lambda i: (-float(rank[i]), i))]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     N=st.integers(1, 40),

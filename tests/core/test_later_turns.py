@@ -291,7 +291,7 @@ IN_CHUNKS = ["h2o", "prefixkv", "snapkv", "adakv", "xkv", "streaming"]
     "variant, chunk",
     [(x, None) for x in VARIANTS]
     + ([] if older_than("5.21") else [(Variant(x), 13) for x in IN_CHUNKS]),
-    *((Variant("h2o"), None), (Variant("adakv"), None)),
+    (Variant("h2o"), None),
     ids=str,
 )
 def test_later_turns_keep_highest_scores(models, variant, chunk):

@@ -76,7 +76,7 @@ def test_short_prompt_equals_unwrapped_model(models, monkeypatch, measured):
             assert cache.report().kept_fraction == 1
 
 
-@cases("name, options", [("snapkv", {"window": 6}), ("h2o", {}), ("condense", {})], "snapkv", "h2o")
+@cases("name, options", [("snapkv", {"window": 6}), ("h2o", {}), ("condense", {})], "h2o")
 def test_the_floor_is_on_all_tokens_seen(models, name, options):
     """In a later turn, and after each chunk, as much as of one prompt of that length."""
     model, first = models("llama"), make_inputs("llama", (30, 45))

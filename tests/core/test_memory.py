@@ -192,6 +192,7 @@ def test_memory_with_retention_or_profile_raises(text_model):
     assert not mmkv.is_wrapped(text_model)
 
 
+@pytest.mark.slow
 def test_report_gives_bytes_and_notes_the_floor():
     model = tiny(torch.bfloat16)
     with mmkv.wrapped(model, "condense", memory="16x"):

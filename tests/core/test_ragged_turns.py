@@ -73,7 +73,8 @@ def test_evicting_in_ragged_turns_equals_masking(models, variant):
 
 
 @since("5.21")
-@cases("variant", IN_CHUNKS, "snapkv", ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", IN_CHUNKS, ids=str)
 def test_a_ragged_turn_in_chunks_equals_singles(models, variant):
     """A row's last queries may lie in several chunks, with padding between."""
     agrees(models("llama"), variant, prefill_chunk_size=7)
@@ -88,7 +89,8 @@ def test_a_ragged_turn_in_few_bits_equals_singles(doubles, policy, kv_dtype):
     agrees(doubles, Variant(policy), settings={"kv_dtype": kv_dtype})
 
 
-@cases("variant", WITH_PICTURES, str(WITH_PICTURES[0]), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", WITH_PICTURES, ids=str)
 def test_a_ragged_turn_with_pictures_equals_singles(models, variant):
     """One row shows a picture more."""
     inputs = make_inputs("llava-llama", ROWS["padded"])

@@ -43,6 +43,7 @@ def test_the_budget_holds_for_all_tokens_seen(models, policy, budget):
     )
 
 
+@pytest.mark.slow
 def test_the_queries_of_generated_tokens_observe(models, monkeypatch):
     """Each round is given the model's own queries, before and after rotation, of what is new."""
     model, inputs = models("llama"), make_inputs("llama", (70,))

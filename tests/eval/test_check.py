@@ -272,6 +272,7 @@ ASKED += ("--max-new-tokens", "6", "--device", "cpu", "--out", "a")
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_json_equals_python_report(self, folder):
         done = call("check", *ASKED, "--memory", "50%,10%", "--json", "--within", "0.4")
         assert done.exit_code == 0, done.output

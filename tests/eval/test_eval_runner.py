@@ -124,6 +124,7 @@ def test_prompts_evicted_chunk_by_chunk(model, tokenizer, tmp_path, monkeypatch)
         assert all("reads prompts at once" in error for error in errors)
 
 
+@pytest.mark.slow
 def test_the_full_cache_is_added_for_rouge_only(model, tokenizer, tmp_path):
     asked = {"policies": ["snapkv"], "budgets": [0.5]}
     rows = run(model, tokenizer, tmp_path / "a", **asked)

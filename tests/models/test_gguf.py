@@ -187,12 +187,14 @@ class TestDamage:
             large.write_bytes(content)
             assert loading._fingerprint(large) != before, start
 
+    @pytest.mark.slow
     def test_other_format_is_made_again(self, path, folder, reads, monkeypatch):
         monkeypatch.setattr(loading, "_FORMAT", loading._FORMAT + 1)
         models.pretrained(str(path))
         models.pretrained(str(path))
         assert reads == ["tiny.gguf"]
 
+    @pytest.mark.slow
     def test_leftovers_of_killed_process_are_removed(self, original, path, cache):
         folder = gguf_files.converted(path)
         part = folder.rename(folder.with_name(f"{folder.name}.part"))
@@ -214,6 +216,7 @@ class TestNowhereToWrite:
         assert "MMKV_CACHE" in said
         assert token_counter(str(path))("he he") == 3
 
+    @pytest.mark.slow
     def test_full_disk_reads_the_file(self, original, path, cache, monkeypatch):
         def full(*args, **kwargs):
             raise OSError(28, "No space left on device")
