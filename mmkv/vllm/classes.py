@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 
-# The most classes. Five lose nothing next to sizes of each head's own (docs/serving.md).
-CLASSES = 5
+# The most classes. Six lose nothing next to sizes of each head's own (docs/serving.md).
+CLASSES = 6
 # A class whose heads should keep this share on average keeps the whole prompt.
 _WHOLE = 0.75
 # The heads are cut into at least so many parts of equal size, of which classes are made.
