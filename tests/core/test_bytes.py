@@ -161,7 +161,7 @@ def test_bytes_after_an_interrupt(model, policy, when, chunk):
         ("condense", {"least": 0}),
         ("condense", {"least": 0, "decode": "rounds", "every": 4, "latest": 3}),
     ],
-    *("h2o", "prefixkv", ("condense", {"least": 0})),
+    *("h2o", "prefixkv"),
 )
 def test_headline_gives_kept_share_of_prompt(model, policy, options):
     """Pairs of tokens before the reply, groups among them, and beside them those of the reply."""

@@ -106,7 +106,8 @@ def states(output):
     return [x.keeping() for x in output.past_key_values.compressed]
 
 
-@cases("sinks", [0, 20], 0)  # 20: of the shorter row more than its share
+@pytest.mark.slow
+@pytest.mark.parametrize("sinks", [0, 20])  # 20: of the shorter row more than its share
 def test_ratio_counts_where_it_exceeds_the_floor(models, sinks):
     """PrefixKV drops one token a step, down to 40 or to two fifths of all tokens seen."""
     model, inputs = models("llama"), make_inputs("llama", (60, 30))

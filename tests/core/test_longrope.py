@@ -82,6 +82,7 @@ def test_full_budget_with_longrope_equals_the_unwrapped_model(phi, monkeypatch, 
     assert not replays or len(graphs) == (length != SHORT - 1)
 
 
+@pytest.mark.slow
 def test_beams_and_batches_across_the_change_equal_the_unwrapped_model(phi):
     inputs = make_inputs("llama", (55, 50))
     options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}

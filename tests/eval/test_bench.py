@@ -210,6 +210,7 @@ class TestRows:
             with pytest.raises(RuntimeError, match="another failure"):
                 toy_bench(model, rounds=1).run()
 
+    @pytest.mark.slow
     def test_shares_of_bytes_in_place_of_budgets(self, model):
         rows = {x.label: x for x in toy_bench(model, budgets=(Memory(0.25),), rounds=1).run().rows}
         held, full = (rows[x].cache_bytes for x in ("snapkv 25% of bytes", "full"))

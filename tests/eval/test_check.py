@@ -84,6 +84,7 @@ def test_means_are_over_tokens_and_the_worst_prompt_is_named(model, monkeypatch)
     assert found.nbytes == pytest.approx(sum(x.nbytes for x in each) / 3, abs=1)
 
 
+@pytest.mark.slow
 def test_replies_of_one_token_say_nothing(model, prompt, monkeypatch):
     """That token is predicted before anything is evicted."""
     first = int(model.generate(**prompt, max_new_tokens=1, do_sample=False)[0, -1])

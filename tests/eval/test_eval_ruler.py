@@ -171,6 +171,7 @@ def test_several_questions_on_one_drawing():
         load_suite("needle", questions=2)
 
 
+@pytest.mark.slow
 def test_impossible_requests_raise(haystack, tmp_path):
     with pytest.raises(ValueError, match=r"unknown task 'niah'\. Did you mean"):
         samples_of(haystack, "niah")

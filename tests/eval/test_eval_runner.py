@@ -193,6 +193,7 @@ def test_a_changed_option_is_refused(model, tokenizer, tmp_path):
         assert (tmp_path / "rows.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_changed_profile_or_plugin_is_refused(model, tokenizer, tmp_path, registering):
     """The paths stay the same."""
     profile, plugin, asked = tmp_path / "p.json", tmp_path / "mine.py", {"metrics": ["ppl"]}

@@ -130,6 +130,7 @@ def test_budget_invalid_for_wrap_raises(small):
         of(small, "snapkv", 10)
 
 
+@pytest.mark.slow
 def test_paper_batches_fit():
     """Mistral-7B on A100s of 40 GB, 512 + 1,024 tokens (SqueezeAttention, table 3)."""
     mistral = "llama", (4096, 14336, 32, 32, 8, 32000, 32768)

@@ -109,6 +109,7 @@ class TestConversion:
         held = sum(x.numel() for x in original.parameters())
         assert 2 * held <= weights.stat().st_size < 3 * held
 
+    @pytest.mark.slow
     def test_weights_beyond_float16_are_stored_in_float32(self, original, tmp_path, cache):
         wide = copy.deepcopy(original)
         wide.model.layers[0].mlp.down_proj.weight.data[0, 0] = 1e6
