@@ -14,6 +14,7 @@ from vllm_reference import Reference
 
 from mmkv.vllm import batch
 from mmkv.vllm.blocks import SmallManager
+from mmkv.vllm.classes import CLASSES
 
 LENGTHS = 37, 300, 129, 555, 900, 64
 CONDENSE = {"budget": 0.3}
@@ -44,7 +45,9 @@ def check_batch(engine: Engine, twin: Any, policy: str, classes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "classes"), [({"heads": "retrieval"}, 4), ({}, 1)], ids=["by the probe", "equal"]
+    ("options", "classes"),
+    [({"heads": "retrieval"}, CLASSES), ({}, 1)],
+    ids=["by the probe", "equal"],
 )
 def test_snapkv_equals_transformers(
     start: Any, twin: Any, options: dict[str, Any], classes: int
@@ -62,7 +65,7 @@ class TestCondense:
             yield engine
 
     def test_batch_equals_transformers(self, engine: Engine, twin: Any) -> None:
-        check_batch(engine, twin, "condense", 4)
+        check_batch(engine, twin, "condense", CLASSES)
 
     def test_small_heads_blocks_are_free_at_the_next_schedule(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
