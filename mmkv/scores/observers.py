@@ -24,7 +24,8 @@ from torch import Tensor
 
 from mmkv.layer_inputs import Rotation, rotate
 from mmkv.parts import NonNegativeInt, PositiveInt, Score, register_part
-from mmkv.tensors import largest, rows, spans, tile
+from mmkv.scores.runs import Observed, runs_observed, whole_observed
+from mmkv.tensors import largest, rows, tile
 
 if TYPE_CHECKING:
     from mmkv.layer_inputs import LayerInputs
@@ -68,11 +69,6 @@ class Observers(Score):
             log_weights=layer.log_weights,
             valid=layer.valid,
         )
-
-
-# n runs, as indices of their tokens, int64 [B, n, C], and of the queries that observe each of them,
-# int64 [B, n or 1, O]; -1 as filler.
-_Observed = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -186,8 +182,8 @@ def _scores(
     limit = tile(key.device)
     heads = min(H, max(1, limit // (B * G * N * min(settings.run, N))))
     limit = max(1, limit // (B * G * heads))
-    runs = _runs_observed(valid, Q, settings, limit, sliced=sliced)
-    whole = _whole_observed(valid, Q, settings, limit)
+    runs = runs_observed(valid, Q, settings.run, settings.stride, limit, sliced=sliced)
+    whole = whole_observed(valid, Q, settings.run, settings.whole, limit)
     has_runs, tiny = (valid.sum(-1) > settings.run)[:, None, None], torch.finfo(torch.float32).tiny
     scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for h in range(0, H, heads):
@@ -214,42 +210,8 @@ def _scores(
     return scores
 
 
-def _runs_observed(
-    valid: Tensor, Q: int, settings: _Settings, limit: int, *, sliced: bool
-) -> list[_Observed]:
-    """Return the runs of a prompt, and the queries that observe each.
-
-    The last Q of the tokens have queries. Several runs are joined in one item if their queries and
-    keys have at most `limit` products in a head.
-    """
-    N, run, stride, observed = valid.shape[1], settings.run, settings.stride, list[_Observed]()
-    for first, last in ((0, N - Q), (N - Q, N)):
-        for tokens in _runs(valid[:, first:last], run, alike=sliced) if first < last else ():
-            for part in tokens.split(max(1, limit // min(run, N) ** 2), dim=1):
-                if last == N:
-                    observers = part[..., ::stride]
-                else:  # the queries of earlier turns are not kept
-                    observers = _latest(valid[:, N - Q :], run)[:, None].flip(-1)[..., ::stride]
-                observed.append((part.add(first).masked_fill_(part < 0, -1), observers))
-    return observed
-
-
-def _whole_observed(valid: Tensor, Q: int, settings: _Settings, limit: int) -> list[_Observed]:
-    """Return the whole prompt as one run, and the `whole` queries that observe it.
-
-    An item has at most `limit` products of a query and a key in a head, or a single query. There is
-    no item if no query observes the whole prompt, or if the prompt is a single run anyway.
-    """
-    N = valid.shape[1]
-    if not settings.whole or settings.run >= N:
-        return []
-    tokens = torch.arange(N, device=valid.device).masked_fill(~valid, -1)[:, None]
-    observers = _spread_tokens(valid[:, N - Q :], settings.whole)[:, None]
-    return [(tokens, part) for part in observers.split(max(1, limit // N), dim=-1)]
-
-
 def _observer_scores(
-    observed: Iterable[_Observed],
+    observed: Iterable[Observed],
     *,
     query: Tensor,
     key: Tensor,
@@ -361,46 +323,6 @@ def output_root(weight: Tensor) -> Tensor:
     largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(min=1e-30)
     matrix.diagonal(dim1=-2, dim2=-1).add_(1e-6 * largest)
     return torch.linalg.cholesky_ex(matrix)[0].float()
-
-
-def _runs(valid: Tensor, run: int, *, alike: bool) -> list[Tensor]:
-    """Return the runs of each row's valid tokens [B, N]: int64 [B, R, C], with -1 as filler.
-
-    Lengths differ by one at most. If all rows are `alike`, without padding, return one tensor per
-    length.
-    """
-    N = valid.shape[1]
-    R, counts = -(-N // run), valid.sum(-1)[:, None]
-    runs = (-(-counts // run)).clamp(min=1)
-    starts = torch.arange(R + 1, device=valid.device).minimum(runs) * counts // runs
-    places = spans(starts, min(run, N))  # [B, R, C]
-    if alike:
-        lengths = starts[0].diff()
-        return [places[:, lengths == n, :n] for n in lengths.unique().tolist()]
-    order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
-    tokens = order.gather(1, places.clamp(min=0).flatten(1)).view_as(places)
-    return [tokens.masked_fill(places < 0, -1)]
-
-
-def _latest(valid: Tensor, number: int) -> Tensor:
-    """Return up to `number` last valid tokens of each row [B, Q]: int64 [B, C], -1 as filler."""
-    Q = valid.shape[1]
-    index = torch.arange(Q, device=valid.device).expand_as(valid).masked_fill(~valid, -1)
-    return index.sort(dim=-1).values[:, -min(number, Q) :]
-
-
-def _spread_tokens(valid: Tensor, number: int) -> Tensor:
-    """Return valid tokens of each row [B, Q], half of them its last: int64 [B, number].
-
-    The others are evenly spread before. -1 is filler.
-    """
-    count, last = valid.sum(-1, keepdim=True), -(-number // 2)
-    steps = torch.arange(number, device=valid.device)
-    before = (steps - last) * (count - last).clamp(min=0) // max(1, number - last)
-    index = torch.where(steps < last, count - 1 - steps, before)
-    index = index.masked_fill(count == 0, -1)
-    order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
-    return order.gather(1, index.clamp(min=0)).masked_fill(index < 0, -1)
 
 
 def _tokens_of(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
