@@ -114,13 +114,13 @@ def head_sizes(
     if policy.heads.scope != "model" or any(x.scores is None for x in layers):
         return [None] * len(layers)
     widest, device = max(x.keys.shape[2] for x in layers), layers[0].keys.device
-    competing, n_pinned, n_free = list[Tensor](), list[Tensor](), list[Tensor]()
+    candidates, n_pinned, n_free = list[Tensor](), list[Tensor](), list[Tensor]()
     for kv, size in zip(layers, sizes, strict=True):
         (pinned,) = marked([prompt.pinned], kv.positions)
         s, present, pinned, _ = contested(policy, kv, pinned, size)
         # Pad on the left, so that ties of a padded row are ranked as in the row alone.
         s = s.masked_fill(pinned | ~present, float("-inf"))
-        competing.append(pad(s, (widest - s.shape[-1], 0), value=-torch.inf).to(device))
+        candidates.append(pad(s, (widest - s.shape[-1], 0), value=-torch.inf).to(device))
         n_pinned.append(pinned.sum(-1).to(device))
         n_free.append((present & ~pinned).flatten(1).sum(-1).to(device))
     pinned_counts = torch.stack(n_pinned, dim=1)  # [B, L, H]
@@ -128,7 +128,7 @@ def head_sizes(
     totals = totals - pinned_counts.sum((1, 2))
     # Earlier turns may have left fewer tokens than fit.
     totals = totals.minimum(torch.stack(n_free).sum(0))
-    split = policy.heads(torch.cat(competing, dim=1), totals, layer_idx=0)
+    split = policy.heads(torch.cat(candidates, dim=1), totals, layer_idx=0)
     return list((pinned_counts + split.view_as(pinned_counts)).cpu().unbind(1))
 
 
