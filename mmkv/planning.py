@@ -203,9 +203,9 @@ def _check_spread(parts: adapters.Adapter, plan: CacheConfig) -> None:
         )
     score, layers, heads_part = plan.policy.score, plan.policy.layers, plan.policy.heads
     if not score.by_head:
-        why = f"score={score.name!r} looks at all of a layer's: use another, such as 'window'"
+        why = f"score={score.name!r} looks at all heads of a layer: use another, such as 'window'"
     elif score.ranks and score.average_heads:
-        why = "average_heads=True takes the mean of a layer's: use average_heads=False"
+        why = "average_heads=True takes the mean of a layer's heads: use average_heads=False"
     elif plan.fractions is None and layers.needs not in ("", "similarity"):
         name = layers.name or type(layers).__name__
         why = f"layers={name!r} sizes layers by all of them: use layers='uniform' or 'pyramid'"

@@ -166,6 +166,7 @@ def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _dtype(fields: dict[str, Any]) -> torch.dtype:
+    """Return the type of the weights that a checkpoint's configuration names."""
     named = str(fields.get("torch_dtype") or fields.get("dtype") or "float32")
     dtype = getattr(torch, named, None)
     if not isinstance(dtype, torch.dtype):
