@@ -114,7 +114,7 @@ class TestCondense:
 
 def test_preempted_requests_are_read_again_and_right(start: Any, twin: Any) -> None:
     ids = prompts(150, 170, 190, 210, 230, 250, 270, 290, seed=1)
-    with start(CONDENSE, kv_cache_memory_bytes=2_400_000, max_model_len=400) as engine:
+    with start(CONDENSE, kv_cache_memory_bytes=1_900_000, max_model_len=400) as engine:
         preempt, preempted = engine.scheduler._preempt_request, list[int]()
 
         def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,10 +122,10 @@ def test_preempted_requests_are_read_again_and_right(start: Any, twin: Any) -> N
             return preempt(request, *args, **kwargs)
 
         engine.scheduler._preempt_request = noting
-        found = engine.generate(ids, 100)
+        found = engine.generate(ids, 50)
         assert max(preempted) > 0  # a request that had begun its reply
         expected = reference(engine, twin, "condense")
-        assert found == [expected.generate(x, 100) for x in ids]
+        assert found == [expected.generate(x, 50) for x in ids]
         assert engine.all_free
 
 
