@@ -8,10 +8,12 @@ in float16. float16 represents 4 to 8 bits more exactly than bfloat16.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import io
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
     # One of transformers' progress bars for GGUF cannot be turned off.
     hidden = contextlib.nullcontext() if interactive else contextlib.redirect_stderr(io.StringIO())
     try:
-        with quiet(bars=interactive), hidden:
+        with quiet(bars=interactive), hidden, _parsed_once():
             tokenizer = AutoTokenizer.from_pretrained(
                 path.parent, gguf_file=path.name, trust_remote_code=False
             )
@@ -66,6 +68,19 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Parse a file once: transformers asks gguf for it three times, and for names at each module."""
+    import gguf
+
+    before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    vars(gguf).update({name: functools.cache(call) for name, call in before.items()})
+    try:
+        yield
+    finally:
+        vars(gguf).update(before)
 
 
 def converted(path: Path, *, make: bool = True) -> Path | None:
