@@ -1,6 +1,7 @@
 """The image chat's page in a real browser: Debian's chromium, headless."""
 
 import base64
+import importlib.util
 import io
 import json
 import os
@@ -22,7 +23,8 @@ from helpers.picture_chat import LAYERS, make_picture_chat
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 if CHROMIUM is None or DRIVER is None:
     pytest.skip("no browser: apt-get install chromium chromium-driver", allow_module_level=True)
-pytest.importorskip("gradio", reason="the demo needs gradio: pip install 'mmkv[demo]'")
+if importlib.util.find_spec("gradio") is None:  # the server imports it
+    pytest.skip("the demo needs gradio: pip install 'mmkv[demo]'", allow_module_level=True)
 webdriver = pytest.importorskip("selenium.webdriver")
 
 Keys = webdriver.Keys
@@ -76,6 +78,10 @@ def browser(tmp_path_factory):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    # The editor draws at each frame, and frames cost much without a GPU: ten a second are enough.
+    frames = "requestAnimationFrame = draw => setTimeout(() => draw(performance.now()), 100);"
+    frames += "cancelAnimationFrame = clearTimeout"
+    driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": frames})
     # The browser's own start page asks for its parts: what is counted begins after it.
     driver.get("about:blank")
     asked_for(driver)
@@ -259,8 +265,10 @@ def test_two_turns_layers_and_another_policy(page):
 
     page.click("#clear")
     page.until(lambda: page.all(".mm-empty"), "an empty page")
-    page.ask("Describe the picture.")  # the picture is still there
+    page.draw()  # on the picture, which is still there
+    page.ask("Describe the picture.")
     page.answered(1)
+    assert shows_red(page)
 
 
 def shows_red(page):
@@ -269,14 +277,6 @@ def shows_red(page):
     drawn = Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1]))).convert("RGB")
     r, g, b = np.asarray(drawn).transpose(2, 0, 1)
     return ((r > 180) & (g < 80) & (b < 80)).sum() > 20
-
-
-def test_a_drawing_is_part_of_the_question(page):
-    page.choose_example(1)
-    page.draw()
-    page.ask("What is at the bottom left?")
-    page.answered(1)
-    assert shows_red(page)
 
 
 def test_errors_show_in_the_page(page, tmp_path):
@@ -374,7 +374,7 @@ def test_the_page_fits_and_every_control_has_a_name(browser, server):
         page.save(f"demo-{width}-light.png")
 
 
-def test_nothing_leaves_this_computer(page, browser, server):
+def test_nothing_leaves_this_computer(browser, server):
     """Neither fonts nor scripts nor counters: every request of this session stayed here."""
     urls = asked_for(browser)
     assert any(x.startswith(server) for x in urls)
