@@ -3,7 +3,6 @@
 import copy
 import logging
 
-import peft
 import pytest
 import torch
 
@@ -157,6 +156,7 @@ def test_probe_result_is_saved_by_weights(probed):
     with mmkv.wrapped(model, budget=0.2):
         pass
     assert len(probed) == 2, "other weights"
+    peft = pytest.importorskip("peft", reason="peft is not installed")
     lora = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     with mmkv.wrapped(lora, budget=0.2):
         pass

@@ -17,8 +17,6 @@ from mmkv.builtin.training.evaluate import user
 from mmkv.loading import models, smollm2_vision
 from mmkv.profiles import Profile
 
-pytest.importorskip("peft", reason="peft trains the parts")
-
 
 def thing(kind="shape", name="circle", color="red", place="top left", size="large", **more):
     given = {"kind": kind, "name": name, "color": color, "place": place}
@@ -179,6 +177,7 @@ def test_visual_heads_are_compared_with_copying_heads():
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
 @pytest.mark.slow
 def test_low_rank_updates_equal_peft(text, untrained):
+    pytest.importorskip("peft", reason="peft trains the parts")
     trained = train.prepare(copy.deepcopy(untrained[0]))
     torch.manual_seed(0)
     with torch.no_grad():
@@ -199,6 +198,7 @@ def test_low_rank_updates_equal_peft(text, untrained):
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
 @pytest.mark.slow
 def test_training_makes_parts_that_answer(untrained, tmp_path, monkeypatch):
+    pytest.importorskip("peft", reason="peft trains the parts")
     monkeypatch.setattr(train, "KINDS", {"one": (1, 300, 1.0), "text": (2, 40, 0.0)})
     model, processor = untrained
     monkeypatch.setattr(train, "untrained", lambda: (copy.deepcopy(model), processor))
