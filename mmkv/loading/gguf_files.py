@@ -72,7 +72,7 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Parse a file once: transformers asks gguf for it three times, and for names at each module."""
+    """Let gguf parse a file once: transformers asks it three times, and for each module again."""
     import gguf
 
     before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
