@@ -94,7 +94,7 @@ def slots_of(leader: Tensor, rank: Tensor) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     N=st.integers(1, 40),
     sizes=st.lists(st.integers(0, 40), min_size=4, max_size=4),

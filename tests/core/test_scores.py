@@ -54,7 +54,7 @@ def holes_mask(N: int, seed: int) -> Tensor:
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     N=st.integers(2, 24),
     queries=st.integers(1, 24),

@@ -18,7 +18,7 @@ from helpers.profiles import profile_of
 from mmkv.scores.window import WindowAttention
 
 SPREAD = "spread over 2 processes"
-NEW = 6
+NEW = 3
 
 
 def save_model(folder: Path) -> Path:

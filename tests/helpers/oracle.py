@@ -15,7 +15,7 @@ from helpers.models import ragged_turn
 from mmkv.cache.forward_pass import Reading
 from mmkv.policy import Policy
 
-NEW = 16
+NEW = 12
 ROWS = {"one": (96,), "padded": (90, 41, 66)}
 
 
