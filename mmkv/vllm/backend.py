@@ -220,11 +220,18 @@ class Impl(AttentionImpl[Metadata]):
 
     def _gathered(self, units: Any, tables: list[Tensor], name: str) -> Tensor:
         """Return the pairs [R, H, n, 2 * D] or the weights [R, H, n] of blocks [R, W]."""
-        parts = [
-            getattr(pages, name)[table].transpose(1, 2).flatten(2, 3)
-            for (pages, _), table in zip(units, tables, strict=True)
+        pages = [getattr(pages, name) for pages, _ in units]
+        heads = [
+            (of_unit[:, i], table.flatten())
+            for of_unit, table in zip(pages, tables, strict=True)
+            for i in range(of_unit.shape[1])
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        R, W = tables[0].shape
+        out = pages[0].new_empty(len(heads), R * W, *pages[0].shape[2:])
+        for place, (blocks, table) in zip(out, heads, strict=True):
+            # It copies a block as a whole, in a third of the time of `blocks[table]`.
+            torch.index_select(blocks, 0, table, out=place)
+        return out.unflatten(1, (R, W)).flatten(2, 3).transpose(0, 1)
 
     def _row(
         self, layer: Any, units: Any, row: Row, query: Tensor, pairs: Tensor, out: Tensor
