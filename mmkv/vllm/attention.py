@@ -103,8 +103,7 @@ class Unit(Paged, AttentionLayerBase):
 class SplitAttention(nn.Module):
     """Stands for the `Attention` of a decoder layer."""
 
-    order: Tensor  # [H], the heads in the order of the parts
-    back: Tensor  # [H], the places of the heads in that order
+    back: Tensor  # [H], the places of the heads in the order of the parts
 
     def __init__(self, settings: Settings, layer: int, given: dict[str, Any]) -> None:
         super().__init__()
@@ -122,16 +121,16 @@ class SplitAttention(nn.Module):
             for of_unit, name in zip(units, names, strict=True):
                 sizes = self._sizes(unit)
                 self._add(name, WholeHeads(**sizes, prefix=name, heads=of_unit, **given))
-        order = [h for part in self.parts for h in part.heads]
-        self.in_order = order == list(range(kv_heads))
-        self.register_buffer("order", torch.tensor(order), persistent=False)
-        self.register_buffer("back", self.order.argsort(), persistent=False)
+        order = torch.tensor([h for part in self.parts for h in part.heads])
+        self.in_order = order.tolist() == list(range(kv_heads))
+        self.register_buffer("back", order.argsort(), persistent=False)
 
     def _sizes(self, n: int) -> dict[str, int]:
         return {"num_heads": n * self.group, "num_kv_heads": n}
 
     def _add(self, name: str, part: Attention) -> None:
         self.add_module(name.rsplit(".", 1)[1], part)
+        part.register_buffer("at", torch.tensor(part.heads), persistent=False)
         self.parts.append(part)
 
     def forward(
@@ -146,17 +145,16 @@ class SplitAttention(nn.Module):
         if len(self.parts) == 1 and self.in_order:
             return self.parts[0](query, key, value, output_shape, output_dtype)
         shape = query.shape if output_shape is None else output_shape
-        sizes = [len(part.heads) for part in self.parts]
-        inputs = (
-            x.view(-1, self.kv_heads, n * self.dim)[:, self.order].split(sizes, 1)
+        inputs = [
+            x.view(-1, self.kv_heads, n * self.dim)
             for x, n in ((query, self.group), (key, 1), (value, 1))
-        )
-        outputs = [
-            part(*(x.flatten(1) for x in given), None, output_dtype)
-            for part, *given in zip(self.parts, *inputs, strict=True)
         ]
-        outputs = torch.cat(outputs, 1).view(-1, self.kv_heads, self.group * self.dim)
-        return outputs[:, self.back].view(shape)
+        outputs = list[Tensor]()
+        for part in self.parts:
+            own = [x.index_select(1, part.at).flatten(1) for x in inputs]
+            outputs.append(part(*own, None, output_dtype))
+        out = torch.cat(outputs, 1).view(-1, self.kv_heads, self.group * self.dim)
+        return out.index_select(1, self.back).view(shape)
 
 
 def _of_layer(settings: Settings, given: dict[str, Any]) -> SplitAttention | None:

@@ -76,7 +76,7 @@ class Plan:
     tokens: int
     rows: list[Row]
     row: Tensor  # [R], indices of rows
-    at: Tensor  # [R], indices of their tokens
+    at: Tensor | slice  # [R], indices of their tokens; a slice if these are all tokens
     blocks: Tensor  # [R, W], indices into a row of the block table
     own: Tensor  # bool [R, W]
     compressed: Tensor  # bool [R, 1, n]: a slot's weight counts
@@ -89,7 +89,7 @@ class Metadata:
 
     plan: Plan
     all_blocks: Tensor  # [requests, ...]
-    table: Tensor  # [R, W]
+    table: Tensor  # [R * W]
     block: Tensor  # [tokens], where new pairs go
     slot: Tensor
 
@@ -123,7 +123,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         until = cm.seq_lens_cpu_upper_bound[:number].numpy().astype(np.int64)
         count = np.diff(starts)
         boundary, computed = step.boundaries[:number], until - count
-        dropped = self.kv_cache_spec.dropped(boundary)
+        dropped = self.kv_cache_spec.sizes.dropped(boundary, size)
         single = (computed >= boundary) & (count == 1)
         fields = boundary, computed, until, starts, dropped
         rows = [
@@ -141,7 +141,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             tokens=int(starts[-1]),
             rows=rows,
             row=row,
-            at=at,
+            at=at if rows else slice(int(starts[-1])),
             blocks=blocks + drop[:, None],
             own=blocks * size < length[:, None],
             compressed=(slots < held[:, None])[:, None],
@@ -158,7 +158,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         size, table = self.kv_cache_spec.block_size, cm.block_table_tensor
         at = plan.blocks.clamp(max=table.shape[1] - 1)
         # A table is stale beyond a row's own blocks. Block 0 belongs to no request.
-        own = torch.where(plan.own, table[plan.row].gather(1, at), 0)
+        own = torch.where(plan.own, table[plan.row].gather(1, at), 0).flatten()
         slots = cm.slot_mapping[: plan.tokens].clamp(min=0)
         return Metadata(plan, table, own, slots // size, slots % size)
 
@@ -206,10 +206,15 @@ class Impl(AttentionImpl[Metadata]):
         out = output.view(len(output), *query.shape[1:])
         for (pages, meta), part in zip(units, pairs.chunk(len(units), 1), strict=True):
             pages.pairs[meta.block, :, meta.slot] = part
-        if len(plan.at):
+        if R := len(plan.row):
             tables = [meta.table for _, meta in units]
-            keys, values = self._gathered(units, tables, "pairs").chunk(2, -1)
-            weights = self._gathered(units, tables, "weights")
+            keys, values, weights = (
+                x.unflatten(1, (R, -1)).transpose(0, 1)
+                for x in (
+                    *self._gathered(units, tables, "pairs").chunk(2, -1),
+                    self._gathered(units, tables, "weights"),
+                )
+            )
             bias = torch.where(plan.compressed, weights, plan.other).to(query.dtype)[:, :, None]
             out[plan.at] = scaled_dot_product_attention(
                 query[plan.at], keys, values, bias, scale=self.scale
@@ -219,19 +224,13 @@ class Impl(AttentionImpl[Metadata]):
         return output
 
     def _gathered(self, units: Any, tables: list[Tensor], name: str) -> Tensor:
-        """Return the pairs [R, H, n, 2 * D] or the weights [R, H, n] of blocks [R, W]."""
-        pages = [getattr(pages, name) for pages, _ in units]
-        heads = [
-            (of_unit[:, i], table.flatten())
-            for of_unit, table in zip(pages, tables, strict=True)
-            for i in range(of_unit.shape[1])
-        ]
-        R, W = tables[0].shape
-        out = pages[0].new_empty(len(heads), R * W, *pages[0].shape[2:])
-        for place, (blocks, table) in zip(out, heads, strict=True):
-            # It copies a block as a whole, in a third of the time of `blocks[table]`.
-            torch.index_select(blocks, 0, table, out=place)
-        return out.unflatten(1, (R, W)).flatten(2, 3).transpose(0, 1)
+        """Return the pairs [H, n, 2 * D] or the weights [H, n] of as many blocks of each unit."""
+        parts = [getattr(pages, name) for pages, _ in units]
+        out = parts[0].new_empty(len(units), len(tables[0]), *parts[0].shape[1:])
+        for place, part, table in zip(out, parts, tables, strict=True):
+            # It copies whole blocks, in a third of the time of `part[table]`.
+            torch.index_select(part, 0, table, out=place)
+        return out.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
     def _row(
         self, layer: Any, units: Any, row: Row, query: Tensor, pairs: Tensor, out: Tensor
@@ -263,13 +262,9 @@ class Impl(AttentionImpl[Metadata]):
             out[tokens] = attend(query[tokens], keys, values, self.scale, attn_mask=bias)
 
     def _blocks(self, units: Any, row: Row, first: int, until: int, name: str) -> Tensor:
-        """Return what `_gathered` does of a row's blocks from `first` on, those up to a token.
-
-        Without the leading dimension.
-        """
+        """Return what `_gathered` does of a row's blocks from `first` on, those up to a token."""
         stop = -(-until // units[0][0].pairs.shape[2])
-        tables = [m.all_blocks[row.index, None, first:stop] for _, m in units]
-        return self._gathered(units, tables, name)[0]
+        return self._gathered(units, [m.all_blocks[row.index, first:stop] for _, m in units], name)
 
     def _remember(self, layer: Any, row: Row, query: Tensor) -> None:
         """Keep the queries of a chunk that the policy needs at the boundary."""

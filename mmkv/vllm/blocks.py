@@ -63,9 +63,14 @@ class SmallSpec(AttentionSpec):
         """Return the bytes of the longest request before it is compressed."""
         return cdiv(vllm_config.model_config.max_model_len, self.block_size) * self.page_size_bytes
 
-    def dropped(self, tokens: Any) -> Any:
+    def dropped(self, tokens: int) -> int:
         """Return `Sizes.dropped` in blocks of this group."""
-        return self.sizes.dropped(tokens, self.block_size)
+        return _dropped(self.sizes, tokens, self.block_size)
+
+
+@functools.lru_cache(maxsize=2**14)  # it is asked for in each step
+def _dropped(sizes: Sizes, tokens: int, block: int) -> int:
+    return int(sizes.dropped(tokens, block))
 
 
 def _state(prefix: BlockHash, part: int) -> BlockHash:
@@ -114,7 +119,7 @@ class Index:
     def state(self, pool: Any, prefix: BlockHash, boundary: int, group: int) -> list[Any] | None:
         """Return a group's compressed blocks of a prefix, if all are there."""
         blocks: list[Any] = []
-        for j in range(boundary // self.size - int(self.small[group].dropped(boundary))):
+        for j in range(boundary // self.size - self.small[group].dropped(boundary)):
             found = pool.get_cached_block(_state(prefix, j), [group])
             if found is None:
                 return None
@@ -290,7 +295,7 @@ class SmallManager(Manager):
         if read is not None:
             self._compressed(read, processed_computed_tokens)
         elif not self.enable_caching and processed_computed_tokens >= num_prompt_tokens:
-            dropped = int(self.kv_cache_spec.dropped(num_prompt_tokens))
+            dropped = self.kv_cache_spec.dropped(num_prompt_tokens)
             self._remove_blocks_in_range(request_id, 0, dropped)
 
     def _compressed(self, read: Read, processed: int) -> None:
@@ -300,7 +305,7 @@ class SmallManager(Manager):
         read.open = False
         name, last = read.request.request_id, read.boundary // self.block_size
         self.index.reading.pop(name, None)
-        dropped = int(self.kv_cache_spec.dropped(read.boundary))
+        dropped = self.kv_cache_spec.dropped(read.boundary)
         self._remove_blocks_in_range(name, 0, dropped)
         prefix, group = read.request.block_hashes[last - 1], self.kv_cache_group_id
         pool = self.block_pool
@@ -324,7 +329,7 @@ class SmallManager(Manager):
         tokens = boundary * spec.block_size
         state = index.state(pool, hashes[boundary - 1], tokens, group)
         assert state is not None
-        return [pool.null_block] * int(spec.dropped(tokens)) + state
+        return [pool.null_block] * spec.dropped(tokens) + state
 
 
 def register() -> None:

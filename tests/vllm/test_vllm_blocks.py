@@ -125,7 +125,7 @@ class Simulation:
         computed = request.num_computed_tokens
         for spec, table in zip(self.specs, self.tables[request.request_id], strict=True):
             compressed = isinstance(spec, SmallSpec) and b > 0 and (start > 0 or computed >= b)
-            drop = int(spec.dropped(b)) if compressed else 0
+            drop = spec.dropped(b) if compressed else 0
             if start and isinstance(spec, SmallSpec):
                 assert next(i for i, x in enumerate(table) if x) == drop
             events = {self.holds[table[i]][3:] for i in range(drop, b // B)} if drop else {()}
@@ -151,7 +151,7 @@ class Simulation:
             b, computed = self.boundary(r), r.num_computed_tokens
             if not self.starts[r.request_id] and computed < b <= computed + n:
                 for spec, table in zip(self.specs, self.tables[r.request_id], strict=True):
-                    if isinstance(spec, SmallSpec) and (drop := int(spec.dropped(b))):
+                    if isinstance(spec, SmallSpec) and (drop := spec.dropped(b)):
                         prefix, event = tuple(r.all_token_ids[:b]), (r.request_id, number)
                         for i in range(drop, b // B):
                             self.holds[table[i]] = ("state", prefix, i - drop, event)
