@@ -8,6 +8,7 @@ KV heads of a module, u those of one unit of pages, G the query heads of a KV he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -286,7 +287,8 @@ class Impl(AttentionImpl[Metadata]):
             values.float().contiguous(),
             self.scale,
             batch.rotary(layer.layer_name),
-            lambda: batch.output_weights(layer),
+            partial(batch.output_weights, layer),
+            partial(batch.of_output_weights, layer),
             batch.image_tokens(row.request, b),
             extract_layer_index(layer.layer_name),
         )

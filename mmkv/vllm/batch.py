@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +51,11 @@ def image_tokens(request: str, length: int) -> Tensor:
 def rotary(layer_name: str) -> tuple[Tensor, Tensor, bool] | None:
     """Return cos and sin [positions, R] of a layer, and whether dimensions interleave."""
     module = _neighbour(layer_name, ("rotary_emb",))
-    if module is None:
-        return None
+    return None if module is None else _table(module)
+
+
+@functools.cache
+def _table(module: Any) -> tuple[Tensor, Tensor, bool]:
     cos, sin = module.cos_sin_cache.float().chunk(2, -1)
     if module.is_neox_style:
         return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1), False
@@ -74,6 +78,12 @@ def output_weights(layer: Any) -> Tensor:
     columns = columns.to(layer.kv_cache.device, layer.dtype)
     out = module.quant_method.apply(module, columns, bias=None)
     return out.unflatten(0, (-1, dim)).mT.float()
+
+
+@functools.cache
+def of_output_weights(layer: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a function of `output_weights`."""
+    return function(output_weights(layer))
 
 
 @functools.cache

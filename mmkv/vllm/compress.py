@@ -50,6 +50,8 @@ class Prompt:
         rotary: cos and sin [positions, R], at least N + 1 of them, and whether dimensions
             interleave; None: the layer has none.
         output: function that returns the output projection [Hq, hidden, D] of these heads.
+        of_output: function that returns what a function computes of that, and keeps it;
+            None: it is computed anew.
         image: bool [N], tokens of pictures.
         layer_idx: the layer's number.
     """
@@ -60,6 +62,7 @@ class Prompt:
     scale: float
     rotary: tuple[Tensor, Tensor, bool] | None
     output: Callable[[], Tensor]
+    of_output: Callable[[Callable[[Tensor], Tensor]], Tensor] | None
     image: Tensor
     layer_idx: int = 0
 
@@ -86,6 +89,7 @@ def compress(x: Prompt, size: int, policy: Policy) -> tuple[Tensor, Tensor, Tens
         scale=x.scale,
         rotary=_rotary(x),
         weight=x.output,
+        of_weight=x.of_output,
         layer_idx=x.layer_idx,
     )
     kv.score(policy, layer, masks, [size])

@@ -133,6 +133,7 @@ def test_pairs_kept_are_those_of_wrap(
                 module.scaling,
                 (cos, sin, False),
                 lambda weight=weight, heads=heads: weight[heads].flatten(0, 1),
+                None,
                 inputs["input_ids"][0] == model.config.image_token_id,
                 i,
             )
