@@ -1,4 +1,4 @@
-"""Each layer's attention as modules of some of its heads: one for each class of small heads."""
+"""Each layer's attention as modules of some of its heads: one of all small heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
-from mmkv.vllm.backend import Backend, Pages
+from mmkv.vllm.backend import Backend, Pages, Part
 from mmkv.vllm.blocks import SmallSpec, WholeSpec
 from mmkv.vllm.settings import Settings, Sizes
 
@@ -47,42 +47,54 @@ class Paged:
 
 
 class SmallHeads(Paged, Attention):
-    """All heads of a layer that keep the same share of a prompt: one or more units.
+    """All heads of a layer that keep a part of a prompt, ordered by class.
 
-    Each unit has pages in a KV cache group of its own. This module is vLLM's layer of the first
-    unit, and runs attention of all.
+    Each unit of heads has pages in a KV cache group of its own. This module is vLLM's layer of the
+    first unit, and runs attention of all: calls of many modules would cost more than attention.
     """
 
     def __init__(
         self,
         *args: Any,
         settings: Settings,
-        sizes: Sizes,
-        units: list[tuple[int, ...]],
-        names: list[str],
+        classes: dict[float, list[tuple[int, ...]]],
+        prefix: str,
         **kwargs: Any,
     ) -> None:
-        Attention.__init__(self, *args, prefix=names[0], attn_backend=Backend, **kwargs)
-        self.settings, self.sizes, self.names = settings, sizes, names
-        self.heads = tuple(h for unit in units for h in unit)
-        self.units = [self, *(Unit(self, name) for name in names[1:])]
+        (share, units), *_ = classes.items()
+        name = f"{prefix}.h{units[0][0]}"
+        Attention.__init__(self, *args, prefix=name, attn_backend=Backend, **kwargs)
+        self.sizes = settings.sizes[share]
+        self.settings, self.heads, self.parts = settings, (), list[Part]()
+        for share, of_class in classes.items():
+            units, first = list[Any](), len(self.heads)
+            for unit in of_class:
+                name = f"{prefix}.h{unit[0]}"
+                units.append(Unit(self, name, settings.sizes[share]) if self.heads else self)
+                self.heads += unit
+            own = slice(first, len(self.heads))
+            self.parts.append(Part(self, self.heads[own], own, units))
 
     def get_kv_cache_spec(self, vllm_config: Any) -> SmallSpec:
-        """Return the spec of one unit's pages."""
+        """Return the spec of the first unit's pages."""
+        return self.spec(vllm_config, self.sizes)
+
+    def spec(self, vllm_config: Any, sizes: Sizes) -> SmallSpec:
+        """Return the spec of a unit's pages."""
         return SmallSpec.of(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.settings.unit,
             head_size=self.head_size,
             dtype=self.dtype,
-            sizes=self.sizes,
+            sizes=sizes,
         )
 
 
 class Unit(Paged, AttentionLayerBase):
     """Pages of another unit of a module's heads, as a layer of vLLM's."""
 
-    def __init__(self, owner: SmallHeads, name: str) -> None:
-        self.owner, self.impl = owner, owner.impl
+    def __init__(self, owner: SmallHeads, name: str, sizes: Sizes) -> None:
+        self.owner, self.impl, self.layer_name, self.sizes = owner, owner.impl, name, sizes
         self.num_heads, self.head_size = owner.num_heads, owner.head_size
         self.kv_cache = torch.tensor([])
         config = get_current_vllm_config_or_none()
@@ -97,7 +109,7 @@ class Unit(Paged, AttentionLayerBase):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> SmallSpec:
         """Return the spec of the pages."""
-        return self.owner.get_kv_cache_spec(vllm_config)
+        return self.owner.spec(vllm_config, self.sizes)
 
 
 class SplitAttention(nn.Module):
@@ -111,16 +123,14 @@ class SplitAttention(nn.Module):
         self.group, self.dim, unit = heads // kv_heads, given["head_size"], settings.unit
         self.kv_heads, prefix = kv_heads, given.pop("prefix")
         self.parts: list[Any] = []
-        for share, units in settings.classes[layer].items():
-            names = [f"{prefix}.h{unit[0]}" for unit in units]
-            if share < 1:
-                more: Any = {"settings": settings, "sizes": settings.sizes[share], "units": units}
-                part = SmallHeads(**self._sizes(len(units) * unit), **given, **more, names=names)
-                self._add(names[0], part)
-                continue
-            for of_unit, name in zip(units, names, strict=True):
-                sizes = self._sizes(unit)
-                self._add(name, WholeHeads(**sizes, prefix=name, heads=of_unit, **given))
+        classes = dict(settings.classes[layer])
+        for own in classes.pop(1.0, []):
+            name = f"{prefix}.h{own[0]}"
+            self._add(WholeHeads(**self._sizes(unit), prefix=name, heads=own, **given))
+        if classes:
+            sizes = self._sizes(unit * sum(map(len, classes.values())))
+            more: Any = {"settings": settings, "classes": classes, "prefix": prefix}
+            self._add(SmallHeads(**sizes, **given, **more))
         order = torch.tensor([h for part in self.parts for h in part.heads])
         self.in_order = order.tolist() == list(range(kv_heads))
         self.register_buffer("back", order.argsort(), persistent=False)
@@ -128,8 +138,8 @@ class SplitAttention(nn.Module):
     def _sizes(self, n: int) -> dict[str, int]:
         return {"num_heads": n * self.group, "num_kv_heads": n}
 
-    def _add(self, name: str, part: Attention) -> None:
-        self.add_module(name.rsplit(".", 1)[1], part)
+    def _add(self, part: Any) -> None:
+        self.add_module(part.layer_name.rsplit(".", 1)[1], part)
         part.register_buffer("at", torch.tensor(part.heads), persistent=False)
         self.parts.append(part)
 

@@ -2,7 +2,7 @@
 
 When the tokens before a request's boundary b have been read, their M compressed pairs overwrite the
 slots of the last M of them, M = b - dropped * block; all later tokens read from there on. H are the
-KV heads of a module, u those of one unit of pages, G the query heads of a KV head.
+KV heads of a module or of one class in it, u those of one unit of pages, G the query heads of one.
 """
 
 from __future__ import annotations
@@ -93,6 +93,21 @@ class Metadata:
     table: Tensor  # [R * W]
     block: Tensor  # [tokens], where new pairs go
     slot: Tensor
+
+
+@dataclass(eq=False)
+class Part:
+    """The heads of a `SmallHeads` module that keep the same share of a prompt."""
+
+    layer: Any
+    heads: tuple[int, ...]
+    own: slice  # their places in the module
+    units: list[Any]  # of pages, in the order of the heads
+
+    @property
+    def name(self) -> str:
+        """The name of the first unit."""
+        return self.units[0].layer_name
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -198,15 +213,20 @@ class Impl(AttentionImpl[Metadata]):
         """Write the new pairs, attend, and compress the prompts whose boundary is reached."""
         if attn_metadata is None:  # a profiling run
             return output.zero_()
-        plan, metas = attn_metadata.plan, get_forward_context().attn_metadata
-        units = [
-            (unit.pages, metas[name]) for unit, name in zip(layer.units, layer.names, strict=True)
-        ]
-        query = query[: plan.tokens].unflatten(1, (self.num_kv_heads, -1))  # [tokens, H, G, D]
-        pairs = torch.cat([key, value], -1)[: plan.tokens]  # [tokens, H, 2 * D]
+        n, metas = attn_metadata.plan.tokens, get_forward_context().attn_metadata
+        query = query[:n].unflatten(1, (self.num_kv_heads, -1))  # [tokens, H, G, D]
+        pairs = torch.cat([key, value], -1)[:n]  # [tokens, H, 2 * D]
         out = output.view(len(output), *query.shape[1:])
-        for (pages, meta), part in zip(units, pairs.chunk(len(units), 1), strict=True):
-            pages.pairs[meta.block, :, meta.slot] = part
+        for part in layer.parts:
+            units = [(unit.pages, metas[unit.layer_name]) for unit in part.units]
+            self._part(part, units, *(x[:, part.own] for x in (query, pairs, out)))
+        return output
+
+    def _part(self, part: Part, units: Any, query: Tensor, pairs: Tensor, out: Tensor) -> None:
+        """Do that for the heads of one class."""
+        plan = units[0][1].plan
+        for (pages, meta), of_unit in zip(units, pairs.chunk(len(units), 1), strict=True):
+            pages.pairs[meta.block, :, meta.slot] = of_unit
         if R := len(plan.row):
             tables = [meta.table for _, meta in units]
             keys, values, weights = (
@@ -221,8 +241,7 @@ class Impl(AttentionImpl[Metadata]):
                 query[plan.at], keys, values, bias, scale=self.scale
             )
         for row in plan.rows:
-            self._row(layer, units, row, query, pairs, out)
-        return output
+            self._row(part, units, row, query, pairs, out)
 
     def _gathered(self, units: Any, tables: list[Tensor], name: str) -> Tensor:
         """Return the pairs [H, n, 2 * D] or the weights [H, n] of as many blocks of each unit."""
@@ -234,7 +253,7 @@ class Impl(AttentionImpl[Metadata]):
         return out.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
     def _row(
-        self, layer: Any, units: Any, row: Row, query: Tensor, pairs: Tensor, out: Tensor
+        self, part: Part, units: Any, row: Row, query: Tensor, pairs: Tensor, out: Tensor
     ) -> None:
         """Attend from a row's tokens, and compress what is before its boundary once it is read."""
         b, size = row.boundary, units[0][0].pairs.shape[2]
@@ -248,9 +267,9 @@ class Impl(AttentionImpl[Metadata]):
                 keys, values = pairs[tokens].transpose(0, 1).chunk(2, -1)
             out[tokens] = causal(query[tokens], keys, values, self.scale)
             if row.dropped:
-                self._remember(layer, row, query[tokens])
+                self._remember(part, row, query[tokens])
                 if end == b:
-                    self._compress(layer, units, row)
+                    self._compress(part, units, row)
         if row.until > end:  # tokens behind a compressed prefix
             tokens = slice(row.start + n, row.start + row.until - row.computed)
             held = units, row, row.dropped, row.until
@@ -267,38 +286,38 @@ class Impl(AttentionImpl[Metadata]):
         stop = -(-until // units[0][0].pairs.shape[2])
         return self._gathered(units, [m.all_blocks[row.index, first:stop] for _, m in units], name)
 
-    def _remember(self, layer: Any, row: Row, query: Tensor) -> None:
+    def _remember(self, part: Part, row: Row, query: Tensor) -> None:
         """Keep the queries of a chunk that the policy needs at the boundary."""
-        last = layer.settings.queries
-        kept = batch.seen[row.request][layer.layer_name]
+        last = part.layer.settings.queries
+        kept = batch.seen[row.request][part.name]
         query = query.flatten(1, 2)
         kept.append((query if last is None else query[max(0, len(query) - last) :]).clone())
         if last is not None:
             while len(kept) > 1 and sum(map(len, kept[1:])) >= last:
                 kept.pop(0)
 
-    def _compress(self, layer: Any, units: Any, row: Row) -> None:
-        b, size, policy = row.boundary, units[0][0].pairs.shape[2], layer.settings.policy
+    def _compress(self, part: Part, units: Any, row: Row) -> None:
+        b, size, policy = row.boundary, units[0][0].pairs.shape[2], part.layer.settings.policy
         first = row.dropped * size
         keys, values = self._blocks(units, row, 0, b, "pairs")[:, :b].chunk(2, -1)
         prompt = Prompt(
-            torch.cat(batch.seen[row.request].pop(layer.layer_name)).transpose(0, 1).float(),
+            torch.cat(batch.seen[row.request].pop(part.name)).transpose(0, 1).float(),
             keys.float().contiguous(),  # rows are read by index, many times
             values.float().contiguous(),
             self.scale,
-            batch.rotary(layer.layer_name),
-            partial(batch.output_weights, layer),
-            partial(batch.of_output_weights, layer),
+            batch.rotary(part.name),
+            partial(batch.output_weights, part),
+            partial(batch.of_output_weights, part),
             batch.image_tokens(row.request, b),
-            extract_layer_index(layer.layer_name),
+            extract_layer_index(part.name),
         )
         keys, values, weights = compress(prompt, b - first, policy)
-        pairs = torch.cat([keys, values], -1).transpose(0, 1).to(layer.dtype)  # [M, H, 2 * D]
+        pairs = torch.cat([keys, values], -1).transpose(0, 1).to(part.layer.dtype)  # [M, H, 2 * D]
         position = torch.arange(first, b, device=pairs.device)
-        parts = pairs.chunk(len(units), 1), weights.T.chunk(len(units), 1)
-        for (pages, meta), part, weight in zip(units, *parts, strict=True):
+        new = pairs.chunk(len(units), 1), weights.T.chunk(len(units), 1)
+        for (pages, meta), of_unit, weight in zip(units, *new, strict=True):
             block = meta.all_blocks[row.index][position // size]
-            pages.pairs[block, :, position % size] = part
+            pages.pairs[block, :, position % size] = of_unit
             pages.weights[block, :, position % size] = weight
 
 

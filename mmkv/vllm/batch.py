@@ -63,16 +63,16 @@ def _table(module: Any) -> tuple[Tensor, Tensor, bool]:
 
 
 @functools.cache
-def output_weights(layer: Any) -> Tensor:
-    """Return the output projection [Hq, hidden, D] of the query heads of a layer's module.
+def output_weights(part: Any) -> Tensor:
+    """Return the output projection [Hq, hidden, D] of the query heads of a part of a layer.
 
     It is asked for its columns, as quantized or repacked weights cannot be read (vLLM's CPU linear
     layers delete theirs).
     """
-    module = _neighbour(layer.layer_name, _OUTPUTS)
+    layer, module = part.layer, _neighbour(part.name, _OUTPUTS)
     assert module is not None
     group, dim = layer.num_heads // layer.num_kv_heads, layer.head_size
-    at = torch.tensor(layer.heads)[:, None] * group * dim + torch.arange(group * dim)
+    at = torch.tensor(part.heads)[:, None] * group * dim + torch.arange(group * dim)
     columns = torch.zeros(at.numel(), module.input_size_per_partition)
     columns[torch.arange(at.numel()), at.flatten()] = 1.0
     columns = columns.to(layer.kv_cache.device, layer.dtype)
@@ -81,9 +81,9 @@ def output_weights(layer: Any) -> Tensor:
 
 
 @functools.cache
-def of_output_weights(layer: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
+def of_output_weights(part: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a function of `output_weights`."""
-    return function(output_weights(layer))
+    return function(output_weights(part))
 
 
 @functools.cache
