@@ -225,11 +225,14 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
             stored: PlainKV | QuantizedKV = PlainKV.of(x["keys"], x["values"])
         else:
             ranges = x["ranges"].permute(0, 2, 3, 1).contiguous()
-            ranges[:, 0].masked_fill_(positions[:, None] < 0, 1.0)
             exact_slots = first_slots(positions, width, n_first)
             exact_pairs = exact.put(tensors["exact"], rows, exact_slots.shape[1])
+            codes = x["codes"].transpose(1, 2).contiguous()
+            codes.scatter_(
+                2, exact_slots[:, None, :, None].expand(*codes.shape[:2], -1, codes.shape[3]), 0
+            )
             stored = QuantizedKV(
-                x["codes"].transpose(1, 2).contiguous(),
+                codes,
                 ranges,
                 exact_pairs,
                 exact_slots,

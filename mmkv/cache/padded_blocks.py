@@ -240,11 +240,8 @@ class PaddedBlock:
         """Attend from q new tokens, already appended, to the slots in use; causal among the new."""
         width = self._width(step.q)
         visible = self._visible(query, step, width, masked)
-        out = list[Tensor]()
-        for rows, keys, values in self.stored.parts(width, whole=step.softcap is not None):
-            seen = None if visible is None else visible[rows]
-            out.append(attend(query[rows], keys, values, seen, step.scale, step.softcap))
-        return out[0] if len(out) == 1 else torch.cat(out)
+        keys, values = self.stored.pairs(width, whole=step.softcap is not None)
+        return attend(query, keys, values, visible, step.scale, step.softcap)
 
     def _width(self, q: int) -> int:
         """Return how many slots a step of q tokens attends to, theirs included."""
@@ -351,19 +348,15 @@ class AccumulatingBlock(PaddedBlock):
         visible = self._visible(query, step, width, masked)
         if self.weights is None or self.weights.shape[2] != width:
             self.weights = torch.empty(*query.shape[:2], width, device=query.device)
-        weights, out = self.weights, list[Tensor]()
-        for rows, keys, values in self.stored.parts(width, whole=step.softcap is not None):
-            seen = None if visible is None else visible[rows]
-            with torch.no_grad():
-                weigh(query[rows], keys, seen, weights[rows], step.scale, step.softcap)
-            if query.requires_grad:
-                out.append(attend(query[rows], keys, values, seen, step.scale, step.softcap))
-            else:
-                out.append(mixed(weights[rows], values))
-        R, G, _ = query.shape
+        weights, (R, G, _) = self.weights, query.shape
+        keys, values = self.stored.pairs(width, whole=step.softcap is not None)
+        with torch.no_grad():
+            weigh(query, keys, visible, weights, step.scale, step.softcap)
         mean = weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
         self.accumulated[:, None, :width].baddbmm_(mean, weights)
-        return out[0] if len(out) == 1 else torch.cat(out)
+        if query.requires_grad:
+            return attend(query, keys, values, visible, step.scale, step.softcap)
+        return mixed(weights, values)
 
     def _grow(self, n_new: int) -> None:
         """Add empty slots, whose score is inf."""

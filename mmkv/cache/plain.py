@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,12 +65,11 @@ class PlainKV:
         """Return all keys and values."""
         return self.keys, self.values
 
-    def parts(self, width: int, *, whole: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Return the first `width` slots of all rows: the rows, keys and values."""
+    def pairs(self, width: int, *, whole: bool) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the first `width` slots."""
         if width == self.slots:
-            yield slice(None), self.keys, self.values
-        else:
-            yield slice(None), self.keys[:, :width], self.values[:, :width]
+            return self.keys, self.values
+        return self.keys[:, :width], self.values[:, :width]
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return that all q tokens are written at once."""

@@ -8,7 +8,7 @@ at least the newest `NEWEST` are exact, as in KIVI (arXiv 2402.02750).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,6 @@ from mmkv.cache.products import Coded
 # Generated tokens that are always exact, that are written as codes at once, and both together.
 NEWEST, BULK = 32, 16
 WINDOW = NEWEST + BULK
-# The number of codes that attention unpacks at a time: on a CPU as many as fit its cache.
-_CPU_PIECE, _DEVICE_PIECE = 2**19, 2**28
 
 
 class QuantizedKV:
@@ -35,11 +33,11 @@ class QuantizedKV:
         codes: uint8 [R, P, S, N]. In 8 bits P is 2, keys and values. In 4 bits P is 1: a byte has
             a number of the key in its low bits, and one of the value in its high bits.
         ranges: float16 [R, 2, 2 G, S], the steps of a key's and a value's G groups, and their
-            lowest numbers; 1 and 0 for an empty or an exact slot.
+            lowest numbers. Codes of an empty or an exact slot stand for zeros.
         exact: [R, X, 2, N] in the model's type, the exact pairs: `WINDOW` places for generated
-            tokens, if there is a window, and after them the row's first tokens.
-        exact_slots: int64 [R, X], the slot of each place. A place without a token of its own
-            repeats another one's slot and pair.
+            tokens, if there is a window, and after them the row's first tokens. A place without
+            a token of its own holds zeros.
+        exact_slots: int64 [R, X], the slot of each place, to which its pair is added.
         mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider.
         sizes: D and Dv; None: N both.
         start: the position of the token that enters the window at its place 0.
@@ -66,8 +64,6 @@ class QuantizedKV:
         self.bits, self.start, self.opened, self.reuses = bits, start, opened, reuses
         self.sizes = sizes or (mean.shape[-1], mean.shape[-1])
         self.rows = torch.arange(len(codes), device=codes.device)[:, None]
-        self.exact_range = ranges.new_zeros(2, 1)
-        self.exact_range[0].fill_(1.0)
 
     @classmethod
     def of(
@@ -98,10 +94,16 @@ class QuantizedKV:
         mean = own_mean if mean is None else torch.where(mean.isnan(), own_mean, mean)
         pairs = _pairs(keys.sub_(mean), values)
         codes, ranges = quantised(pairs, bits)
+        codes.masked_fill_(~coded[:, None, :, None], 0)
         ranges = ranges.permute(0, 2, 3, 1).contiguous()
         ranges[:, 0].masked_fill_(~coded[:, None], 1.0)
         ranges[:, 1].masked_fill_(~coded[:, None], 0.0)
         exact = pairs.take_along_dim(exact_slots[..., None, None], dim=1).to(values.dtype)
+        own = filled.gather(1, exact_slots)
+        if opened:
+            newest, first = exact_slots[:, :WINDOW, None], exact_slots[:, None, WINDOW:]
+            own[:, :WINDOW] &= (newest != first).all(-1)
+        exact.masked_fill_(~own[..., None, None], 0.0)
         return cls(
             codes,
             ranges,
@@ -166,37 +168,28 @@ class QuantizedKV:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return all keys [R, S, D] and values [R, S, Dv] in the model's type, in new storage."""
-        parts = self.parts(self.slots, whole=True)
-        both = [(keys.numbers(), values.numbers()) for _, keys, values in parts]
-        keys, values = (torch.cat(x) for x in zip(*both, strict=True))
-        return self.unrotated(keys).to(self.dtype), values.to(self.dtype)
+        keys, values = self.pairs(self.slots, whole=True)
+        return self.unrotated(keys).to(self.dtype), values.numbers().to(self.dtype)
 
     def unrotated(self, keys: Tensor | Coded) -> Tensor:
         """Return keys [R, S, D] as the model made them, of rotated ones with their mean."""
         keys = keys.numbers() if isinstance(keys, Coded) else keys
         return keys @ self.rotation.mT
 
-    def parts(self, width: int, *, whole: bool) -> Iterator[tuple[slice, Coded, Coded]]:
-        """Unpack the first `width` slots of some rows at a time: these rows, keys and values.
+    def pairs(self, width: int, *, whole: bool) -> tuple[Coded, Coded]:
+        """Return the keys and values of the first `width` slots.
 
         With `whole` the mean is added to the keys.
         """
-        R, dtype = len(self.codes), self.mean.dtype
-        n_numbers = max(1, 2 * width * self.mean.shape[-1])
-        n = max(1, (_CPU_PIECE if self.codes.device.type == "cpu" else _DEVICE_PIECE) // n_numbers)
         D, Dv = (None, None) if self.sizes[0] == self.sizes[1] else self.sizes
-        for rows in (slice(a, a + n) for a in range(0, R, n)) if n < R else (slice(None),):
-            numbers, exact_slots = self.codes[rows, :, :width], self.exact_slots[rows]
-            if self.bits == 4:
-                numbers = torch.cat([numbers & 15, numbers >> 4], dim=1)
-            numbers = numbers.to(dtype)
-            numbers[self.rows[: len(numbers)], :, exact_slots] = self.exact[rows].to(dtype)
-            keys, values = numbers.unbind(1)
-            ranges = self.ranges[rows, :, :, :width].to(dtype).flatten(1, 2)
-            key_step, step, key_lowest, lowest = ranges.chunk(4, 1)
-            mean = self.mean[rows] if whole else None
-            key = Coded(keys, key_step, key_lowest, mean, D)
-            yield rows, key, Coded(values, step, lowest, None, Dv)
+        of_key, of_value = (255, 255) if self.bits == 8 else (15, 240)
+        codes, slots = self.codes[:, :, :width], self.exact_slots
+        ranges = self.ranges[..., :width].to(self.mean.dtype).flatten(1, 2)
+        key_step, step, key_lowest, lowest = ranges.chunk(4, 1)
+        exact_keys, exact = self.exact.to(self.mean.dtype).unbind(2)
+        mean = self.mean if whole else None
+        keys = Coded(codes[:, 0], of_key, key_step, key_lowest, exact_keys, slots, mean, D)
+        return keys, Coded(codes[:, -1], of_value, step, lowest, exact, slots, None, Dv)
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return the lengths of the parts in which to write q tokens from `position` on."""
@@ -218,14 +211,14 @@ class QuantizedKV:
         (key,), (value,) = new
         q, place = key.shape[1], self.place_of(position)
         pairs = _pairs(key - self.mean, value).to(self.dtype)
+        for i in range(q) if self.reuses else ():
+            pairs[:, i : i + 1] = self._replace(pairs[:, i : i + 1], slots + i)
         self.exact[:, place : place + q] = pairs
         if isinstance(slots, int):
             of_pairs: Any = torch.arange(slots, slots + q, device=key.device) if q > 1 else slots
         else:
             of_pairs = slots[:, None]
         self.exact_slots[:, place : place + q] = of_pairs
-        for i in range(q) if self.reuses else ():
-            self._replace(pairs[:, i : i + 1], slots + i)
 
     def place(self, new: Sequence[Tensor], slots: Tensor, place: Tensor) -> None:
         """Put one token's pair at a place [1] of the window, in a replayed step.
@@ -234,28 +227,35 @@ class QuantizedKV:
         """
         (key,), (value,) = new
         pairs = _pairs(key - self.mean, value).to(self.dtype)
+        if self.reuses:
+            pairs = self._replace(pairs, slots)
         self.exact.index_copy_(1, place, pairs)
         self.exact_slots.index_copy_(1, place, slots[:, None].expand(len(pairs), 1))
-        if self.reuses:
-            self._replace(pairs, slots)
 
     def place_of(self, position: int) -> int:
         """Return the place in the window of the token at `position`."""
         return (position - self.start) % WINDOW
 
-    def _replace(self, pairs: Tensor, slots: int | Tensor) -> None:
-        """Put new pairs [R, 1, 2, N] in place of the dropped ones of these slots."""
+    def _replace(self, pairs: Tensor, slots: int | Tensor) -> Tensor:
+        """Drop what these slots held, for new pairs [R, 1, 2, N]; return these for the window.
+
+        The place of a first token takes the pair that takes its slot, and the window gets zeros.
+        """
         if isinstance(slots, int):
-            self.ranges[:, 0, :, slots], self.ranges[:, 1, :, slots] = 1.0, 0.0
+            self.ranges[..., slots] = 0.0
             same = self.exact_slots == slots
         else:
-            self._exact_range(slots[:, None].expand(len(pairs), 1))
+            at = slots[:, None, None, None].expand(*self.ranges.shape[:3], 1)
+            self.ranges.scatter_(3, at, 0.0)
             same = self.exact_slots == slots[:, None]
-        self.exact.copy_(torch.where(same[..., None, None], pairs, self.exact))
-
-    def _exact_range(self, slots: Tensor) -> None:
-        """Set step and lowest number to 1 and 0 at `slots` [R, n]."""
-        self.ranges[self.rows, :, :, slots] = self.exact_range
+        newest, first = same[:, :WINDOW], same[:, WINDOW:]
+        self.exact[:, :WINDOW].masked_fill_(newest[..., None, None], 0.0)
+        # A slot that stays exact, as zeros are written there when the window is full.
+        left = torch.where(newest, self.exact_slots[:, -1:], self.exact_slots[:, :WINDOW])
+        self.exact_slots[:, :WINDOW] = left
+        of_first = torch.where(first[..., None, None], pairs, self.exact[:, WINDOW:])
+        self.exact[:, WINDOW:] = of_first
+        return pairs.masked_fill(first.any(1)[:, None, None, None], 0.0)
 
     def make_room(self, position: int) -> None:
         """Make a place in the window for the token at `position`.
@@ -264,9 +264,9 @@ class QuantizedKV:
         replayed step does not.
         """
         if not self.opened:
-            pairs, slots = self.exact[:, -1:], self.exact_slots[:, -1:]
-            self.exact = torch.cat([pairs.expand(-1, WINDOW, -1, -1), self.exact], dim=1)
-            self.exact_slots = torch.cat([slots.expand(-1, WINDOW), self.exact_slots], dim=1)
+            slots = self.exact_slots[:, -1:].expand(-1, WINDOW)
+            self.exact = pad(self.exact, (0, 0, 0, 0, WINDOW, 0))
+            self.exact_slots = torch.cat([slots, self.exact_slots], dim=1)
             self.opened = True
         n_written = position - self.start
         if n_written < WINDOW or n_written % BULK:
@@ -276,9 +276,7 @@ class QuantizedKV:
         codes, ranges = quantised(pairs, self.bits)
         self.codes[self.rows, :, slots] = codes.transpose(1, 2)
         self.ranges[self.rows, :, :, slots] = ranges
-        self.exact[:, at], self.exact_slots[:, at] = self.exact[:, -1:], self.exact_slots[:, -1:]
-        # A slot that one of these tokens had left is written too: a newer token there stays exact.
-        self._exact_range(self.exact_slots)
+        self.exact[:, at], self.exact_slots[:, at] = 0.0, self.exact_slots[:, -1:]
 
     def index_select(self, rows: Tensor) -> QuantizedKV:
         """Return a copy of the rows, which may repeat, as stored."""
@@ -286,9 +284,7 @@ class QuantizedKV:
 
     def grown(self, n_new: int) -> QuantizedKV:
         """Return the same pairs with `n_new` empty slots after them, in new storage."""
-        ranges = pad(self.ranges, (0, n_new))
-        ranges[:, 0, :, self.slots :] = 1.0
-        codes = pad(self.codes, (0, 0, 0, n_new))
+        codes, ranges = pad(self.codes, (0, 0, 0, n_new)), pad(self.ranges, (0, n_new))
         return self._with(codes, ranges, *self._tensors[2:])
 
 

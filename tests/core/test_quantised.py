@@ -19,7 +19,7 @@ from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
-from mmkv.cache import codes, quantize
+from mmkv.cache import codes, products
 from mmkv.cache.codes import BITS
 from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.kernels import attend
@@ -293,7 +293,7 @@ def test_a_large_common_part_of_keys_costs_nothing(kv_dtype):
 @pytest.mark.parametrize("kv_dtype", BITS)
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_attention_on_codes_equals_attention_on_read_pairs(kv_dtype, D, Dv, softcap, monkeypatch):
-    """Each group with a range of its own, the mean in the logits if they are bounded; by rows."""
+    """Each group with a range of its own, the mean in the logits if they are bounded; by slots."""
     pairs = [x[:, 6:] for x in some_pairs(D, Dv, torch.float64)]
     pairs[0] += 3.0
     held, g = stored(pairs, kv_dtype), torch.Generator().manual_seed(1)
@@ -301,12 +301,10 @@ def test_attention_on_codes_equals_attention_on_read_pairs(kv_dtype, D, Dv, soft
     query = torch.randn(4, 3, D, generator=g, dtype=torch.float64)
     options = {"scale": 0.2, "softcap": softcap}
     expected = attend(query, keys, values, None, **options)
-    for piece in (quantize._CPU_PIECE, 1, 24 * (D + Dv) * 3):  # all rows at once, one, and three
-        monkeypatch.setattr(quantize, "_CPU_PIECE", piece)
-        parts = held.parts(24, whole=softcap is not None)
-        turned = query @ held.rotation
-        found = [attend(turned[r], k, v, None, **options) for r, k, v in parts]
-        torch.testing.assert_close(torch.cat(found), expected)
+    for piece in (products._CPU_PIECE, 1, 4 * max(D, Dv) * 7):  # all slots at once, one, and seven
+        monkeypatch.setattr(products, "_CPU_PIECE", piece)
+        turned, pairs = query @ held.rotation, held.pairs(24, whole=softcap is not None)
+        torch.testing.assert_close(attend(turned, *pairs, None, **options), expected)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
