@@ -8,11 +8,10 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-# From this share of the bytes in 16 bits on, pairs are held in 8 bits, below it in 4. On six
-# prompts of SmolLM2 (Python's documentation, `mmkv eval documents`, bfloat16) both were 0.0083 nats
-# a token from the full cache at 0.205; 4 bits were nearer below (0.013 and 0.023 at 0.12), 8 bits
-# above (0.0064 and 0.0036 at 0.28).
-EIGHT_BITS_FROM = 0.21
+# From this share of the bytes in 16 bits on, pairs are held in 8 bits, below it in 4: of policies
+# that merge evicted tokens into groups, and of those that drop them. docs/quality-more.md has the
+# measurements.
+EIGHT_BITS_FROM, EIGHT_BITS_FROM_DROPPING = 0.14, 0.21
 # The prompt, in tokens, whose bytes decide whether all of its tokens fit.
 USUAL = 4000
 _BITS = {"int8": 8, "int4": 4}
@@ -114,7 +113,8 @@ def allot(
     """Return how many tokens, and in which type, fit in a share of the full cache's bytes.
 
     The type is the model's own for a share of 1, 8 bits from `EIGHT_BITS_FROM` of the bytes in 16
-    bits on, else 4 bits. If all tokens fit in that type, all are kept.
+    bits on (without groups `EIGHT_BITS_FROM_DROPPING`), else 4 bits. If all tokens fit in that
+    type, all are kept.
 
     Args:
         memory: the share.
@@ -125,7 +125,7 @@ def allot(
         keeps_all: whether the policy evicts nothing, so that only the type can change.
 
     Raises:
-        ValueError: the policy keeps all tokens, and these do not fit in 4 bits.
+        ValueError: the policy keeps all tokens, and these do not fit in 4 bits; or not one fits.
     """
     numbers = 2 * head_dim
     full = itemsize * numbers
@@ -141,7 +141,8 @@ def allot(
     def fits(kv_dtype: str) -> bool:
         return slot(kv_dtype) * USUAL + once <= memory * full * USUAL
 
-    kv_dtype = "int8" if memory * itemsize / 2 >= EIGHT_BITS_FROM else "int4"
+    least = EIGHT_BITS_FROM if run else EIGHT_BITS_FROM_DROPPING
+    kv_dtype = "int8" if memory * itemsize / 2 >= least else "int4"
     if keeps_all and not fits(kv_dtype):
         kv_dtype = "int4"
         if not fits(kv_dtype):
@@ -153,4 +154,9 @@ def allot(
     if fits(kv_dtype):
         return Allotment(memory, kv_dtype, full, slot(kv_dtype), 0, once, True)
     weight = _WEIGHT if run else 0
-    return Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, run, once, False)
+    found = Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, run, once, False)
+    if found.budget() * USUAL < 1:
+        raise ValueError(
+            f"memory={float(memory):.3g} leaves room for no token of {USUAL:,}: give more"
+        )
+    return found

@@ -13,7 +13,7 @@ from helpers.configs import CONFIGS
 from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate
-from mmkv.memory import EIGHT_BITS_FROM, Memory, allot
+from mmkv.memory import EIGHT_BITS_FROM, EIGHT_BITS_FROM_DROPPING, Memory, allot
 
 D, L, H = 64, 3, 2
 POLICIES = ("condense", "snapkv", "prefixkv", "adakv", "h2o", "streaming")
@@ -93,12 +93,13 @@ def test_share_of_16_bits_sets_tokens_and_type():
     assert (bought(1).kv_dtype, bought(1).budget()) == (None, 1.0)
     for share in (0.99, 0.55, (136 + once / 4000) / 256):
         assert (bought(share).kv_dtype, bought(share).budget()) == ("int8", 1.0)
-    for share in (0.53, 0.4, EIGHT_BITS_FROM):
+    for share in (0.53, 0.4, EIGHT_BITS_FROM_DROPPING):
         found = bought(share)
         assert found.kv_dtype == "int8"
         assert found.budget(4000) == pytest.approx((share * 256 - once / 4000) / 136)
-    just_below = bought(EIGHT_BITS_FROM - 1e-9)
-    assert just_below.kv_dtype == "int4"
+    for least, run in ((EIGHT_BITS_FROM_DROPPING, 0), (EIGHT_BITS_FROM, 512)):
+        found = [bought(share, run=run).kv_dtype for share in (least, least - 1e-9)]
+        assert found == ["int8", "int4"]
     for share in (0.2, 0.1):
         assert bought(share).budget(4000) == pytest.approx((share * 256 - once / 4000) / 72)
     # Groups: a weight of 2 bytes a slot, and for each token seen a code that tells the leaders of
@@ -107,6 +108,11 @@ def test_share_of_16_bits_sets_tokens_and_type():
     assert grouped.budget(4000) == pytest.approx((25.6 - 9 / 8 - once / 4000) / 74)
     grouped = bought(0.02, run=512)  # 35 leaders
     assert grouped.budget(40_000) == pytest.approx((5.12 - 7 / 8 - once / 40_000) / 74)
+
+
+def test_a_share_without_room_for_a_token_raises():
+    with pytest.raises(ValueError, match=r"memory=0.001 leaves room for no token of 4,000"):
+        mmkv.wrap(tiny(), memory="1000x")
 
 
 def test_a_share_is_of_the_models_own_type():
