@@ -91,8 +91,8 @@ def planned(
     if memory is not None:
         _check_memory(memory, chosen, kv_dtype, profile if fractions is not None else None)
         budget = float(memory)
-    checked_budget = budgets.checked(chosen, budget)
     _check_rest(parts, kind, chosen, profile, measured is not None, evict_chunks, kv_dtype)
+    checked_budget = budgets.checked(chosen, budget)
     config = CacheConfig(
         chosen,
         checked_budget,
