@@ -21,7 +21,7 @@ HELP = """\
 /image PATH               ask about another picture
 /policy NAME [OPTION=VALUE ...]   use another policy
 /budget 0.2               keep this fraction of the prompt
-/memory 6%                keep as many tokens, of the type, that this share of the bytes holds
+/memory 6%                keep the prompt in this share of the full cache's bytes
 /kv-dtype int8            store the cache in 8 or 4 bits (int4); none: in the model's type
 /clear                    forget the conversation and free its caches
 /quit                     leave (or end the input)

@@ -51,8 +51,8 @@ def serve(
     """Serve a model by vLLM with compressed caches. All other options are those of vllm serve."""
     if find_spec("vllm") is None:
         raise ValueError(
-            "mmkv serve runs vLLM: pip install 'vllm==0.32.*' into this environment; on a CPU, as "
-            "docs/serving.md says"
+            "mmkv serve runs vLLM: install mmkv into an environment that has vllm==0.32.*; "
+            "docs/serving.md says how, on a CPU too"
         )
     from mmkv import chat
     from mmkv.loading import models
