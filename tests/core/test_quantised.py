@@ -24,6 +24,7 @@ from mmkv.cache.codes import BITS
 from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.kernels import attend
 from mmkv.cache.layer import KeptKV
+from mmkv.cache.packed import packed, unpacked
 from mmkv.cache.padded_blocks import PaddedBlock, Step
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.decode.slots import GrowingSlots
@@ -345,6 +346,20 @@ def test_selected_rows_take_codes_and_window_along(kv_dtype):
     held, rows = stored(some_pairs(16, 16), kv_dtype), torch.tensor([2, 0, 2])
     for chosen, whole in zip(held.index_select(rows).read(), held.read(), strict=True):
         assert torch.equal(chosen, whole[rows])
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_exact_pairs_of_a_file_are_read_whatever_their_codes(doubles, kv_dtype):
+    """Files of earlier versions have codes of exact pairs too."""
+    model, inputs = doubles("llama"), make_inputs("llama", (60,))
+    with mmkv.wrapped(model, "streaming", 30, kv_dtype=kv_dtype), torch.no_grad():
+        cache = model(**inputs, use_cache=True).past_key_values
+    kept = cache.compressed[0].keeping()
+    tensors, written = packed(kept), kept.dense()
+    tensors["codes"][tensors["positions"] < 4] = 255
+    read = unpacked(cache.plan, cache.prompt, tensors).dense()
+    assert torch.equal(read.keys, written.keys)
+    assert torch.equal(read.values, written.values)
 
 
 @cases("kv_dtype", BITS, "int4")
