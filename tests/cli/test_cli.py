@@ -367,7 +367,7 @@ def test_serve_measures_unmeasured_heads(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ((), "pip install 'vllm==0.32.*'"),
+        ((), "an environment that has vllm==0.32.*"),
         (("--budget", 200), "a share of the prompt"),
         (("--budget", 0.2, "--memory", "8x"), "give one of 'budget'"),
         (("--policy", "kvzip"), "reads a prompt twice"),

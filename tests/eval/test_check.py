@@ -138,11 +138,11 @@ def test_sizes_below_the_floor_are_not_recommended():
 
 def test_a_short_prompt_is_too_short_to_tell(model, prompt):
     """`wrap` keeps 64 tokens of 90, whatever the share of bytes."""
-    how = {"memory": ["50%", "10%"], "max_new_tokens": NEW, "within": 50.0}
+    how = {"memory": ["50%", "5%"], "max_new_tokens": NEW, "within": 50.0}
     report = mmkv.check(model, [prompt], "condense", **how)
     assert [x.tested for x in report.rows[:2]] == [True, False]
     (note,) = report.notes
-    assert note.startswith("condense 10% of bytes: too short to tell")
+    assert note.startswith("condense 5% of bytes: too short to tell")
     assert [x.kv_dtype for x in report.rows] == ["int8", "int4", "int8", "int4"]
     assert f"of the full cache's, in {report.best.kv_dtype} (" in report.verdict
     assert mmkv.check(model, [prompt], "condense", least=0, **how).rows[1].tested
