@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,16 +71,18 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _parsed_once() -> Iterator[None]:
+def _parsed_once() -> Generator[None]:
     """Let gguf parse a file once: transformers asks it three times, and for each module again."""
     import gguf
 
     before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    vars(gguf).update({name: functools.cache(call) for name, call in before.items()})
+    for name, call in before.items():
+        setattr(gguf, name, functools.cache(call))
     try:
         yield
     finally:
-        vars(gguf).update(before)
+        for name, call in before.items():
+            setattr(gguf, name, call)
 
 
 def converted(path: Path, *, make: bool = True) -> Path | None:
