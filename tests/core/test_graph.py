@@ -23,7 +23,7 @@ from mmkv.attach import graph
 from mmkv.calls import cache_in
 from mmkv.decode import slots
 
-NEW = 30
+NEW = 20
 # Writing and reading codes leaves nothing to the host either.
 IN_CODES = [
     Variant(policy, (("kv_dtype", kv_dtype),))

@@ -29,12 +29,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {**ASKED, "answer": ["ring"], "dataset": "x", "question_type": "Doc-oriented VQA"},
         "ocrbench_accuracy,none",
     ),
-    "textvqa_val": (
-        "textvqa",
-        {"question": QUESTION, "answers": ["ring"] * 10, "question_id": 1},
-        "exact_match,none",
-    ),
-    "chartqa": ("chartqa", {**ASKED, "type": "human_test"}, "relaxed_overall,none"),
     "mmmu_val": ("mmmu", CHOICE, "mmmu_acc,none"),
 }
 
