@@ -9,8 +9,8 @@ from numbers import Real
 from typing import Any
 
 # From this share of the bytes in 16 bits on, pairs are held in 8 bits, below it in 4: of policies
-# that merge evicted tokens into groups, and of those that drop them. docs/quality-more.md has the
-# measurements.
+# that merge evicted tokens into groups, and of those that drop them. The first is measured
+# (docs/quality-more.md); the second is condense's earlier limit, not measured for other policies.
 EIGHT_BITS_FROM, EIGHT_BITS_FROM_DROPPING = 0.14, 0.21
 # The prompt, in tokens, whose bytes decide whether all of its tokens fit.
 USUAL = 4000
@@ -157,6 +157,6 @@ def allot(
     found = Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, run, once, False)
     if found.budget() * USUAL < 1:
         raise ValueError(
-            f"memory={float(memory):.3g} leaves room for no token of {USUAL:,}: give more"
+            f"memory={float(memory):.3g} is too little for one of {USUAL:,} tokens: give more"
         )
     return found

@@ -223,7 +223,7 @@ class Impl(AttentionImpl[Metadata]):
         return output
 
     def _part(self, part: Part, units: Any, query: Tensor, pairs: Tensor, out: Tensor) -> None:
-        """Do that for the heads of one class."""
+        """Write the new pairs of one class of heads, attend, and compress as `forward` does."""
         plan = units[0][1].plan
         for (pages, meta), of_unit in zip(units, pairs.chunk(len(units), 1), strict=True):
             pages.pairs[meta.block, :, meta.slot] = of_unit
@@ -244,7 +244,7 @@ class Impl(AttentionImpl[Metadata]):
             self._row(part, units, row, query, pairs, out)
 
     def _gathered(self, units: Any, tables: list[Tensor], name: str) -> Tensor:
-        """Return the pairs [H, n, 2 * D] or the weights [H, n] of as many blocks of each unit."""
+        """Copy blocks of all units: their pairs [H, n, 2 * D] or weights [H, n]."""
         parts = [getattr(pages, name) for pages, _ in units]
         out = parts[0].new_empty(len(units), len(tables[0]), *parts[0].shape[1:])
         for place, part, table in zip(out, parts, tables, strict=True):

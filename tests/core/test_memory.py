@@ -111,7 +111,7 @@ def test_share_of_16_bits_sets_tokens_and_type():
 
 
 def test_a_share_without_room_for_a_token_raises():
-    with pytest.raises(ValueError, match=r"memory=0.001 leaves room for no token of 4,000"):
+    with pytest.raises(ValueError, match=r"memory=0.001 is too little for one of 4,000 tokens"):
         mmkv.wrap(tiny(), memory="1000x")
 
 
