@@ -96,8 +96,7 @@ class QuantizedKV:
         codes, ranges = quantised(pairs, bits)
         codes.masked_fill_(~coded[:, None, :, None], 0)
         ranges = ranges.permute(0, 2, 3, 1).contiguous()
-        ranges[:, 0].masked_fill_(~coded[:, None], 1.0)
-        ranges[:, 1].masked_fill_(~coded[:, None], 0.0)
+        ranges.masked_fill_(~coded[:, None, None], 0.0)
         exact = pairs.take_along_dim(exact_slots[..., None, None], dim=1).to(values.dtype)
         own = filled.gather(1, exact_slots)
         if opened:
