@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # How many codes are unpacked at a time: on a CPU as many as its cache holds in float32.
-_CPU_PIECE, _DEVICE_PIECE = 2**17, 2**28
+_CPU_PIECE, _DEVICE_PIECE = 2**19, 2**28
 
 
 class Coded(NamedTuple):
