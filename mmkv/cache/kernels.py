@@ -44,7 +44,8 @@ def attend(
         if visible is None and flash_takes(query):
             return aten._scaled_dot_product_flash_attention(*rows, scale=scale)[0][:, 0]
     logits = products(query, keys, scale)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logits.itemsize < 4:
+        logits = logits.float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     if visible is not None and visible.dtype == torch.bool:

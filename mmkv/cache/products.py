@@ -23,7 +23,7 @@ class Coded(NamedTuple):
     step: Tensor  # [R, G, S], of each group; float32, or the model's type if that is wider
     lowest: Tensor  # [R, G, S]
     exact: Tensor  # [R, X, D]
-    exact_slots: Tensor  # int64 [R, X]; a slot that repeats is given once and zeros
+    exact_slots: Tensor  # int64 [R, 1, X]; a slot that repeats is given once and zeros
     mean: Tensor | None = None  # [R, 1, D], what to add to every key; None: softmax ignores it
     size: int | None = None  # how many of the D numbers count, the others being 0; None: all
 
@@ -64,7 +64,7 @@ class Coded(NamedTuple):
         step, lowest = (x.mT[..., None] for x in (self.step, self.lowest))
         codes = self._floats(self.codes).unflatten(-1, (step.shape[2], -1))
         numbers = torch.addcmul(lowest, codes, step, value=self.unit).flatten(-2)
-        numbers.scatter_add_(1, self.exact_slots[..., None].expand(self.exact.shape), self.exact)
+        numbers.scatter_add_(1, self.exact_slots.mT.expand(self.exact.shape), self.exact)
         return (numbers if self.mean is None else numbers.add_(self.mean))[..., : self.size]
 
     def _pieces(self) -> list[slice]:
@@ -80,7 +80,7 @@ class Coded(NamedTuple):
 
     def _exact_index(self, rows: Tensor) -> Tensor:
         """Return the slots of exact numbers for each query of `rows` [R, Q, ...]: [R, Q, X]."""
-        return self.exact_slots[:, None].expand(-1, rows.shape[1], -1)
+        return self.exact_slots.expand(-1, rows.shape[1], -1)
 
     def _groups(self, x: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Return a part of x [..., D], codes, steps and lowest numbers of each group."""

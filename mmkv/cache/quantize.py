@@ -9,7 +9,6 @@ at least the newest `NEWEST` are exact, as in KIVI (arXiv 2402.02750).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -182,13 +181,14 @@ class QuantizedKV:
         """
         D, Dv = (None, None) if self.sizes[0] == self.sizes[1] else self.sizes
         of_key, of_value = (255, 255) if self.bits == 8 else (15, 240)
-        codes, slots = self.codes[:, :, :width], self.exact_slots
-        ranges = self.ranges[..., :width].to(self.mean.dtype).flatten(1, 2)
-        key_step, step, key_lowest, lowest = ranges.chunk(4, 1)
+        codes = self.codes.narrow(2, 0, width).unbind(1)
+        ranges = self.ranges.narrow(3, 0, width).to(self.mean.dtype)
+        ranges = ranges.view(len(ranges), 4, ranges.shape[2] // 2, width)
+        key_step, step, key_lowest, lowest = ranges.unbind(1)
         exact_keys, exact = self.exact.to(self.mean.dtype).unbind(2)
-        mean = self.mean if whole else None
-        keys = Coded(codes[:, 0], of_key, key_step, key_lowest, exact_keys, slots, mean, D)
-        return keys, Coded(codes[:, -1], of_value, step, lowest, exact, slots, None, Dv)
+        slots, mean = self.exact_slots[:, None], self.mean if whole else None
+        keys = Coded(codes[0], of_key, key_step, key_lowest, exact_keys, slots, mean, D)
+        return keys, Coded(codes[-1], of_value, step, lowest, exact, slots, None, Dv)
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return the lengths of the parts in which to write q tokens from `position` on."""
@@ -207,17 +207,19 @@ class QuantizedKV:
         for one token.
         """
         self.make_room(position)
-        (key,), (value,) = new
+        key, value = new[0][0], new[1][0]
         q, place = key.shape[1], self.place_of(position)
         pairs = _pairs(key - self.mean, value).to(self.dtype)
         for i in range(q) if self.reuses else ():
             pairs[:, i : i + 1] = self._replace(pairs[:, i : i + 1], slots + i)
         self.exact[:, place : place + q] = pairs
-        if isinstance(slots, int):
-            of_pairs: Any = torch.arange(slots, slots + q, device=key.device) if q > 1 else slots
+        of_pairs = self.exact_slots[:, place : place + q]
+        if not isinstance(slots, int):
+            of_pairs.copy_(slots[:, None])
+        elif q == 1:
+            of_pairs.fill_(slots)
         else:
-            of_pairs = slots[:, None]
-        self.exact_slots[:, place : place + q] = of_pairs
+            of_pairs.copy_(torch.arange(slots, slots + q, device=key.device))
 
     def place(self, new: Sequence[Tensor], slots: Tensor, place: Tensor) -> None:
         """Put one token's pair at a place [1] of the window, in a replayed step.
