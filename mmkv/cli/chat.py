@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from mmkv.demo.conversation import Settings
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+_TEXTS = (".txt", ".md")
+# Characters of the question's ends that are printed if it is longer than both.
+_SHOWN = 200
 
 
 @show_errors
@@ -35,8 +38,9 @@ def chat(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="PICTURE|QUESTION",
-            help="Pictures, then the question; - reads the question from standard input. "
+            metavar="FILE|QUESTION",
+            help="Pictures and texts (.txt, .md), then the question; - reads the question from "
+            "standard input. "
             "Without arguments, questions and commands are read line by line.",
             show_default=False,
         ),
@@ -146,20 +150,32 @@ def _check_context(context: Path, pictures: Sequence[Path]) -> None:
 
 
 def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[Path], str]:
-    """Split the arguments into pictures and the question, which is the last one."""
-    *pictures, question = words
+    """Split the arguments into pictures and the prompt: the texts, then the question."""
+    *files, question = words
     suffix = Path(question).suffix
     names_picture = suffix.lower() in _PICTURES and len(question.split()) == 1
     if question == "-":
         question = sys.stdin.read()
     elif suffix and (os.path.exists(question) or names_picture):
+        several = f", or ask several with: mmkv chat --image {shlex.quote(question)}"
         raise ValueError(
-            f"no question: the last argument is the file {question!r}: add the question after it, "
-            f"or ask several with: mmkv chat --image {shlex.quote(question)}"
+            f"no question: the last argument is the file {question!r}: add the question after it"
+            + (several if names_picture else "")
         )
     if not question.strip():
         raise ValueError("the question is empty")
-    return [*images, *map(Path, pictures)], question.strip()
+    texts = [Path(x) for x in files if Path(x).suffix.lower() in _TEXTS]
+    pictures = [x for x in map(Path, files) if x not in texts]
+    return [*images, *pictures], "\n\n".join([*map(_read_text, texts), question.strip()])
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"text {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"text {path}: it is not in UTF-8") from None
 
 
 def _check_out(out: Path, pictures: int) -> None:
@@ -223,7 +239,10 @@ def _ask_both(
         written = []
     n_image = sum(x.tokens for x in kept.words if x.layers is None)
     images = f", {n_image} of them image tokens" if n_image else ""
-    lines: StyledLines = [(question, "bold"), (f"prompt: {kept.seen} tokens{images}", "dim")]
+    lines: StyledLines = [
+        (_shortened(question), "bold"),
+        (f"prompt: {kept.seen} tokens{images}", "dim"),
+    ]
     data: dict[str, Any] = {
         "model": loaded.name,
         "question": question,
@@ -244,6 +263,14 @@ def _ask_both(
     if knows := KNOWS.get(loaded.name):
         lines.append((f"({knows}; --model takes another)", "dim"))
     return data, lines
+
+
+def _shortened(text: str) -> str:
+    """Return a long text's beginning and end, and a short one as it is."""
+    left_out = len(text) - 2 * _SHOWN
+    if left_out <= _SHOWN:
+        return text
+    return f"{text[:_SHOWN].rstrip()}\n[{left_out:,} characters]\n{text[-_SHOWN:].lstrip()}"
 
 
 def verdict(full: Side, compressed: Side) -> list[str]:
@@ -290,4 +317,4 @@ def _ask_context(
     origin = "read into" if is_new else "from"
     summary = f"{tokens} tokens {origin} {path}, stored in {nbytes / 1024:.1f} KiB"
     data = {"question": question, "answer": text, "tokens": len(reply_ids), "context": file_info}
-    return data, [(question, "bold"), (summary, "dim"), (text, None)]
+    return data, [(_shortened(question), "bold"), (summary, "dim"), (text, None)]
