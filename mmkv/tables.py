@@ -65,6 +65,23 @@ def policy_tables() -> Group:
     )
 
 
+def policy_table(name: str) -> Group:
+    """Return what a policy does, and its options with their defaults and texts.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    cls = policy_class(name)
+    policy, (summary, texts) = cls(), _documented(cls)
+    for x in (Policy, *map(type, policy.parts.values())):
+        texts = _documented(x)[1] | texts
+    texts |= {kind: _documented(type(part))[0] for kind, part in policy.parts.items()}
+    rows = [(x, texts.get(x.partition("=")[0], "")) for x in _texts(cls.options())]
+    names = ", ".join((cls.name, *cls.aliases))
+    table = _table(("option", "what it does"), rows)
+    return Group(f"{names}: {summary} ({cls.paper})\n", *([table] if rows else []))
+
+
 def policy_markdown() -> str:
     """Return all policies in Markdown; a test compares it with `docs/policies.md`."""
     rows = [(_code(n), *parts, paper, _code(o)) for n, parts, paper, o in _policy_rows()]
@@ -77,14 +94,20 @@ def _part_rows() -> list[tuple[str, str, dict[str, str]]]:
     rows = list[tuple[str, str, dict[str, str]]]()
     for kind in KINDS:
         for name, cls in list_parts(kind).items():
-            text = inspect.cleandoc(cls.__doc__ or "")
-            section = text.partition("\nOptions:\n")[2].split("\n\n")[0]
-            # A line that is indented more than an option's name continues that option.
-            entries = re.split(r"\n {4}(?! )", "\n" + section.removeprefix("\n"))[1:]
-            texts = {k: " ".join(v.split()) for k, _, v in (x.partition(":") for x in entries)}
+            summary, texts = _documented(cls)
             options = {x: texts.get(x.partition("=")[0], "") for x in _texts(cls().options())}
-            rows.append((f"{kind}={name}", " ".join(text.split("\n\n")[0].split()), options))
+            rows.append((f"{kind}={name}", summary, options))
     return rows
+
+
+def _documented(cls: type) -> tuple[str, dict[str, str]]:
+    """Return the first paragraph of a docstring, and the texts of the options it lists."""
+    text = inspect.cleandoc(cls.__doc__ or "")
+    section = text.partition("\nOptions:\n")[2].split("\n\n")[0]
+    # A line that is indented more than an option's name continues that option.
+    entries = re.split(r"\n {4}(?! )", "\n" + section.removeprefix("\n"))[1:]
+    texts = {k: " ".join(v.split()) for k, _, v in (x.partition(":") for x in entries)}
+    return " ".join(text.split("\n\n")[0].split()), texts
 
 
 def part_table() -> Table:

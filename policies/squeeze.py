@@ -20,7 +20,11 @@ from mmkv.sizes.squeeze import SqueezeLayers
 @register_policy("squeeze", aliases=("squeezeattention",))
 @dataclass(frozen=True, kw_only=True)
 class Squeeze(Policy):
-    """Another policy (`base`) with layer sizes by the cosine similarity around attention."""
+    """Another policy (`base`) with layer sizes by the cosine similarity around attention.
+
+    Options:
+        base: the policy that chooses the tokens.
+    """
 
     paper = "SqueezeAttention, arXiv 2404.04793"
     base: Literal["h2o", "local", "streaming"] = "h2o"

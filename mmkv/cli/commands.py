@@ -40,19 +40,27 @@ def _version(requested: bool) -> None:
 
 @show_errors
 def policies(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A policy, whose options are explained.", show_default=False),
+    ] = None,
     parts: Annotated[
         bool, typer.Option("--parts", help="List the parts of policies instead.")
     ] = False,
     markdown: Annotated[bool, typer.Option(help="Print a Markdown table.")] = False,
     plugin: PluginOption = None,
 ) -> None:
-    """List the policies: their parts, papers, options and defaults."""
+    """List the policies: their parts, papers, options and defaults; or explain one of them."""
     from mmkv import tables
 
+    if name is not None and (parts or markdown):
+        raise ValueError(f"policies {name}: leave the name out, or --parts and --markdown")
     if markdown:
         typer.echo(tables.part_markdown() if parts else tables.policy_markdown(), nl=False)
         return
     table = tables.part_table() if parts else tables.policy_tables()
+    if name is not None:
+        table = tables.policy_table(name)
     console().print(table, highlight=False, markup=False)
 
 
