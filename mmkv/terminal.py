@@ -250,14 +250,18 @@ def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, st
     columns = (*progress.Progress.get_default_columns(), progress.MofNCompleteColumn())
     hidden = not (shown and console.is_terminal)
     bars = progress.Progress(*columns, console=console, disable=hidden)
-    task, printed = bars.add_task("", total=total), time.monotonic()
+    task, started = bars.add_task("", total=total), time.monotonic()
+    printed = started
 
     def advance(n: int, what: str) -> None:
         nonlocal printed
         bars.update(task, advance=n, description=what)
         if shown and not console.is_terminal and time.monotonic() - printed >= _PROGRESS_INTERVAL:
+            done, now = bars.tasks[task].completed, time.monotonic()
             of = "" if total is None else f" of {total}"
-            print(f"{bars.tasks[task].completed:.0f}{of}: {what}", file=sys.stderr, flush=True)
+            if total and done:
+                of += f", about {(now - started) / done * (total - done) / 60:.0f} min left"
+            print(f"{done:.0f}{of}: {what}", file=sys.stderr, flush=True)
             printed = time.monotonic()
 
     with bars:
