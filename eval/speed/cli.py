@@ -189,7 +189,7 @@ def plan_command(
     from mmkv.registry import get_policy
 
     chosen = get_policy(policy, **parse_options(policy, option or []))
-    size = (given or default_budget(chosen, profile, kv_dtype)) or DEFAULT
+    size = asked = (given or default_budget(chosen, profile, kv_dtype)) or DEFAULT
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
     limit: int = getattr(net.config.get_text_config(), "max_position_embeddings", None) or 4096
@@ -207,6 +207,8 @@ def plan_command(
     smaller = plan(sizes, load, card, chosen, size, kv_dtype, table)
     kept = None if chosen.keeps_all else budget or f"{size:.3g}"
     name = " ".join(filter(None, (policy, kept, kv_dtype)))
+    if isinstance(asked, Memory) and not chosen.keeps_all:
+        name = f"{policy}, memory {asked}: {kept} of the tokens in {kv_dtype or dtype}"
     cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
     rows = [(label, [*figures.values()]) for label, figures in cells.items()]
     title = (
