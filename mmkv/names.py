@@ -28,14 +28,14 @@ DROPPED = "compression_ratio"
 
 
 def unknown(what: str, name: str, candidates: Sequence[str], of: str = "") -> str:
-    """Return an error's text for a name that is none of the candidates, with the closest one.
+    """Return an error's text for a name that is none of the candidates: the closest, or them all.
 
     `of` follows the name, such as "of policy 'snapkv'".
     """
     close = difflib.get_close_matches(name.lower(), candidates, n=1)
     close = close or [x for x in candidates if x.startswith(name.lower()) and name]
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"unknown {what} {name!r}{of and ' ' + of}.{hint} Known: {', '.join(candidates)}"
+    hint = f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}"
+    return f"unknown {what} {name!r}{of and ' ' + of}. {hint}"
 
 
 def key(name: str) -> str:
