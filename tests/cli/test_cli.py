@@ -148,6 +148,19 @@ class TestChat:
         assert "image tokens" not in out
         assert not (tmp_path / "none").exists()
 
+    def test_texts_come_before_the_question_and_long_ones_are_not_repeated(self, capsys, tmp_path):
+        numbers = [f"{i} apples" for i in range(100)]
+        (tmp_path / "report.txt").write_text(", ".join(numbers) + "\n", encoding="utf-8")
+        words = ("chat", tmp_path / "report.txt", QUESTION, *SHORT)
+        data = json.loads(run(capsys, *words, "--json")[0])
+        assert data["question"] == f"{', '.join(numbers)}\n\n{QUESTION}"
+        out, _, code = run(capsys, *words)
+        assert code == 0
+        assert out.startswith("0 apples, 1 apples")
+        assert f"99 apples\n\n{QUESTION}\n" in out
+        assert re.search(r"\n\[\d+ characters\]\n", out)
+        assert "50 apples" not in out
+
     @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "begin"),
@@ -295,6 +308,9 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
         (("whole.png",), "no question: the last argument is the file 'whole.png'"),
         (("whole.png",), "mmkv chat --image whole.png"),
         (("whole.png", "missing.jpg"), "no question"),
+        (("text.md",), "the file 'text.md': add the question after it\n"),
+        (("none.txt", "x"), "text none.txt: No such file"),
+        (("binary.txt", "x"), "text binary.txt: it is not in UTF-8"),
         (("whole.png", "-"), "the question is empty"),
         (("--json",), "--json needs a question"),
         (("--profile", "p.json"), "profile p.json: No such file"),
@@ -308,6 +324,8 @@ def test_wrong_use_raises_before_model_loads(
     monkeypatch.setattr(chat, "load", lambda *_: pytest.fail("loaded"))
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     (tmp_path / "text.png").write_text("not a picture")
+    (tmp_path / "text.md").write_text("It rains.")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     (tmp_path / "whole.png").write_bytes(picture.read_bytes())
     (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:1000])
     assert expected in complaint(capsys, "chat", *words)
@@ -396,6 +414,28 @@ def test_policies_and_parts_are_listed_with_their_options(capsys, monkeypatch, w
     assert max(map(cell_len, out.splitlines())) <= int(width)
 
 
+def test_a_policys_options_are_explained(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    for name in mmkv.list_policies():
+        out, _, code = run(capsys, "policies", name)
+        assert (code, out.startswith(name)) == (0, True)
+        rows = [x.strip("│").split("│") for x in out.splitlines() if x.startswith("│")]
+        said = {x[0].partition("=")[0].strip(): x[1].strip() for x in rows}
+        said.pop("", None)  # lines that continue a text
+        assert said.keys() == registry.policy_class(name).options().keys()
+        assert all(said.values())
+    assert "Did you mean 'snapkv'?" in complaint(capsys, "policies", "snapk")
+    assert "leave the name out" in complaint(capsys, "policies", "snapkv", "--parts")
+
+
+def test_a_pipe_gets_lines_of_progress_with_the_time_left(capsys, monkeypatch):
+    now = iter(range(0, 1000, 60))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(now))
+    with terminal.bar(4) as advance:
+        advance(1, "prompt 1")
+    assert re.fullmatch(r"1 of 4, about \d+ min left: prompt 1\n", capsys.readouterr().err)
+
+
 def test_pipe_is_as_wide_as_its_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr(terminal.os, "isatty", lambda fd: False)
@@ -479,8 +519,10 @@ def test_a_share_of_bytes_sets_tokens_and_type(ask, capsys):
 
 
 def test_a_plan_in_bytes(capsys):
-    out, _, code = run(capsys, "plan", "llama-8b-random", "--memory", "16x")
-    assert (code, "int4" in out) == (0, True)
+    for words, size in ((("--memory", "16x"), "6.25%"), ((), "12.5%")):
+        out, _, code = run(capsys, "plan", "llama-8b-random", *words)
+        assert code == 0
+        assert re.search(rf"condense, memory {size}: 0\.\d+ of the tokens in int4", out)
 
 
 def test_verdict_gives_first_difference_and_gain():
