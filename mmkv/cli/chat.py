@@ -1,6 +1,6 @@
 """`mmkv chat`: one question to both caches; without one it calls `mmkv.cli.converse`.
 
-`--context` reads pictures once and saves their compressed cache, for later questions.
+`--context` reads pictures and texts once and saves their compressed cache, for later questions.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def chat(
         list[str] | None,
         typer.Argument(
             metavar="FILE|QUESTION",
-            help="Pictures and texts (.txt, .md), then the question; - reads the question from "
-            "standard input. "
+            help="Pictures and texts (.txt, .md), then the question; - reads a text or the "
+            "question from standard input. "
             "Without arguments, questions and commands are read line by line.",
             show_default=False,
         ),
@@ -72,8 +72,8 @@ def chat(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Save the compressed pictures, read without the question, to this file and answer "
-            "from it; if the file exists, answer from it without pictures.",
+            help="Save the compressed pictures and texts, read without the question, to this file "
+            "and answer from it; if the file exists, answer from it without them.",
         ),
     ] = None,
     layers: Annotated[
@@ -85,11 +85,13 @@ def chat(
     from mmkv.loading.untrusted import read_named_picture
 
     size = cli_options.size_of(budget, memory, kv_dtype)
-    paths, question = list(image or []), ""
+    paths, text, question = list(image or []), "", ""
     if words:
-        paths, question = _pictures_and_question(words, paths)
+        files, question = _files_and_question(words)
+        paths += [Path(x) for x in files if not _is_text(x)]
+        text = "\n\n".join(map(_read_text, filter(_is_text, files)))
         if context is not None:
-            _check_context(context, paths)
+            _check_context(context, [*map(str, image or []), *files])
         if paths:
             _check_out(out, len(paths))
     elif context is not None or as_json:
@@ -128,9 +130,10 @@ def chat(
     loaded = talk.load(model, device, dtype)
     talk.check_pictures(loaded, pictures)
     if context is not None:
-        data, lines = _ask_context(context, loaded, question, pictures, settings)
+        data, lines = _ask_context(context, loaded, question, pictures, text, settings)
     else:
-        data, lines = _ask_both(loaded, question, pictures, paths, out, settings)
+        prompt = f"{text}\n\n{question}" if text else question
+        data, lines = _ask_both(loaded, prompt, pictures, paths, out, settings)
         lines = [x for x in lines if layers or not isinstance(x[0], CacheReport)]
     if as_json:
         typer.echo(json.dumps(data, indent=2))
@@ -138,24 +141,24 @@ def chat(
         write(console(), text, style)
 
 
-def _check_context(context: Path, pictures: Sequence[Path]) -> None:
-    """Refuse a context file beside pictures if it exists, without any if it does not."""
-    if context.exists() and pictures:
+def _check_context(context: Path, files: Sequence[str]) -> None:
+    """Refuse a context file beside pictures or texts if it exists, without any if it does not."""
+    if context.exists() and files:
         raise ValueError(
-            f"--context {context} exists already: leave {pictures[0]} out, or name a new file"
+            f"--context {context} exists already: leave {files[0]} out, or name a new file"
         )
-    if not context.exists() and not pictures:
-        raise ValueError(f"--context {context}: no such file; add a picture to create it")
+    if not context.exists() and not files:
+        raise ValueError(f"--context {context}: no such file; add a picture or text to create it")
     check_place(context.parent)
 
 
-def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[Path], str]:
-    """Split the arguments into pictures and the prompt: the texts, then the question."""
+def _files_and_question(words: list[str]) -> tuple[list[str], str]:
+    """Split the arguments into pictures and texts, and the question, which is the last one."""
     *files, question = words
     suffix = Path(question).suffix
     names_picture = suffix.lower() in _PICTURES and len(question.split()) == 1
     if question == "-":
-        question = sys.stdin.read()
+        question = _read_text("-")
     elif suffix and (os.path.exists(question) or names_picture):
         several = f", or ask several with: mmkv chat --image {shlex.quote(question)}"
         raise ValueError(
@@ -164,14 +167,17 @@ def _pictures_and_question(words: list[str], images: list[Path]) -> tuple[list[P
         )
     if not question.strip():
         raise ValueError("the question is empty")
-    texts = [Path(x) for x in files if Path(x).suffix.lower() in _TEXTS]
-    pictures = [x for x in map(Path, files) if x not in texts]
-    return [*images, *pictures], "\n\n".join([*map(_read_text, texts), question.strip()])
+    return files, question.strip()
 
 
-def _read_text(path: Path) -> str:
+def _is_text(name: str) -> bool:
+    return name == "-" or Path(name).suffix.lower() in _TEXTS
+
+
+def _read_text(path: str) -> str:
+    """Return a file's text; that of standard input for "-"."""
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return (sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")).strip()
     except OSError as error:
         raise ValueError(f"text {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -260,7 +266,7 @@ def _ask_both(
     lines += [("", None), *((text, "bold") for text in verdict(turn.full, turn.compressed))]
     lines += [*((note, "dim") for note in turn.notes), (report, None)]
     lines += [(f"kept patches: {path}", None) for path in written]
-    if knows := KNOWS.get(loaded.name):
+    if pictures and (knows := KNOWS.get(loaded.name)):
         lines.append((f"({knows}; --model takes another)", "dim"))
     return data, lines
 
@@ -290,9 +296,14 @@ def verdict(full: Side, compressed: Side) -> list[str]:
 
 
 def _ask_context(
-    path: Path, loaded: Loaded, question: str, pictures: Sequence[Image.Image], settings: Settings
+    path: Path,
+    loaded: Loaded,
+    question: str,
+    pictures: Sequence[Image.Image],
+    text: str,
+    settings: Settings,
 ) -> tuple[dict[str, Any], StyledLines]:
-    """Answer from the context file, which is made from the pictures if it does not exist."""
+    """Answer from the context file, which is made of pictures and text if it does not exist."""
     import mmkv
     from mmkv.demo.answer import generation
     from mmkv.loading import quiet
@@ -305,16 +316,17 @@ def _ask_context(
     with wrapped, quiet():
         if is_new:
             content = [{"type": "image", "image": x} for x in pictures]
-            message = {"role": "user", "content": content}
-            context = mmkv.read(loaded.model, [message], processor=processor)
+            content += [{"type": "text", "text": text}] if text else []
+            messages = [{"role": "user", "content": content}]
+            context = mmkv.read(loaded.model, messages if pictures else text, processor=processor)
             context.save(path)
         else:
             context = mmkv.load_context(path, loaded.model, processor=processor)
         reply_ids = context.ask(question, **generation(settings, loaded.model.device))[0]
     tokens, nbytes = context.inputs["input_ids"].shape[1], context.nbytes
-    text = loaded.processor.decode(reply_ids, skip_special_tokens=True).strip()
+    answer = loaded.processor.decode(reply_ids, skip_special_tokens=True).strip()
     file_info = {"file": str(path), "made": is_new, "tokens": tokens, "nbytes": nbytes}
     origin = "read into" if is_new else "from"
     summary = f"{tokens} tokens {origin} {path}, stored in {nbytes / 1024:.1f} KiB"
-    data = {"question": question, "answer": text, "tokens": len(reply_ids), "context": file_info}
-    return data, [(_shortened(question), "bold"), (summary, "dim"), (text, None)]
+    data = {"question": question, "answer": answer, "tokens": len(reply_ids), "context": file_info}
+    return data, [(_shortened(question), "bold"), (summary, "dim"), (answer, None)]

@@ -121,7 +121,7 @@ class TestChat:
         )
         assert f"leave {picture} out" in complaint(capsys, "chat", picture, "x", "--context", path)
         none = complaint(capsys, "chat", "x", "--context", tmp_path / "none")
-        assert "no such file; add a picture to create it" in none
+        assert "no such file; add a picture or text to create it" in none
         other = complaint(capsys, "chat", "x", "--context", path, "--budget", "0.3")
         assert "read with budget=0.2, and the model is wrapped with budget=0.3 now" in other
         assert len(other) < 300
@@ -148,7 +148,9 @@ class TestChat:
         assert "image tokens" not in out
         assert not (tmp_path / "none").exists()
 
-    def test_texts_come_before_the_question_and_long_ones_are_not_repeated(self, capsys, tmp_path):
+    def test_texts_come_before_the_question_and_long_ones_are_not_repeated(
+        self, capsys, monkeypatch, tmp_path
+    ):
         numbers = [f"{i} apples" for i in range(100)]
         (tmp_path / "report.txt").write_text(", ".join(numbers) + "\n", encoding="utf-8")
         words = ("chat", tmp_path / "report.txt", QUESTION, *SHORT)
@@ -160,6 +162,25 @@ class TestChat:
         assert f"99 apples\n\n{QUESTION}\n" in out
         assert re.search(r"\n\[\d+ characters\]\n", out)
         assert "50 apples" not in out
+        monkeypatch.setattr(sys, "stdin", io.StringIO((tmp_path / "report.txt").read_text("utf-8")))
+        found = json.loads(run(capsys, "chat", "-", QUESTION, *SHORT, "--json")[0])
+        assert found["question"] == data["question"]
+
+    @pytest.mark.slow
+    def test_a_text_is_read_once_and_asked_again_from_a_file(self, capsys, tmp_path):
+        (tmp_path / "report.txt").write_text(LONG, encoding="utf-8")
+        words = ("--context", tmp_path / "report", "--json", *SHORT)
+        found = []
+        for files in ([tmp_path / "report.txt"], []):
+            out, err, code = run(capsys, "chat", *files, QUESTION, *words)
+            assert (code, err) == (0, "")
+            found.append(json.loads(out))
+        assert [x["context"]["made"] for x in found] == [True, False]
+        assert found[0]["context"]["tokens"] == found[1]["context"]["tokens"] > 100
+        assert [x["question"] for x in found] == [QUESTION] * 2
+        assert found[0]["answer"] == found[1]["answer"]
+        said = complaint(capsys, "chat", tmp_path / "report.txt", "x", *words)
+        assert "report.txt out, or name a new file" in said
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
