@@ -23,6 +23,8 @@ GROUPS = ("mmkv.policies", "mmkv.parts")
 KV_DTYPES = ("int8", "int4")
 # Options of an evaluation's policies, added to their own (`mmkv.eval.variants`).
 OF_VARIANTS = ("profile", "kv_dtype", "evict_chunks", "question")
+# Arguments of `mmkv.wrap` beside policy and options.
+OF_WRAP = ("budget", "memory", "kv_dtype", "profile", "evict_chunks", "graph")
 # What other libraries call the share that is dropped; `get_policy` says what to give instead.
 DROPPED = "compression_ratio"
 

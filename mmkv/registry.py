@@ -104,7 +104,8 @@ def get_policy(name: str, **options: Any) -> Policy:
                 f"compression_ratio={share} says what is dropped: give what is kept, budget{budget}"
             )
         if option not in known:
-            raise ValueError(names.unknown("option", option, [*known], f"of policy {cls.name!r}"))
+            candidates = [*known, *names.OF_WRAP]
+            raise ValueError(names.unknown("option", option, candidates, f"of policy {cls.name!r}"))
     return cls.of(**options)
 
 
