@@ -176,12 +176,9 @@ def _is_text(name: str) -> bool:
 
 def _read_text(path: str) -> str:
     """Return a file's text; that of standard input for "-"."""
-    try:
-        return (sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")).strip()
-    except OSError as error:
-        raise ValueError(f"text {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"text {path}: it is not in UTF-8") from None
+    from mmkv.eval.suites.files import read_text
+
+    return (sys.stdin.read() if path == "-" else read_text(Path(path))).strip()
 
 
 def _check_out(out: Path, pictures: int) -> None:

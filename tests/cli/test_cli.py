@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import errno
+import inspect
 import io
 import json
 import logging
@@ -330,8 +331,8 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
         (("whole.png",), "mmkv chat --image whole.png"),
         (("whole.png", "missing.jpg"), "no question"),
         (("text.md",), "the file 'text.md': add the question after it\n"),
-        (("none.txt", "x"), "text none.txt: No such file"),
-        (("binary.txt", "x"), "text binary.txt: it is not in UTF-8"),
+        (("none.txt", "x"), "none.txt: no such file\n"),
+        (("binary.txt", "x"), "binary.txt: not a text file in UTF-8"),
         (("whole.png", "-"), "the question is empty"),
         (("--json",), "--json needs a question"),
         (("--profile", "p.json"), "profile p.json: No such file"),
@@ -770,6 +771,8 @@ def test_names_equal_registry():
     types = [registry.option_types(registry.policy_class(name)) for name in mmkv.list_policies()]
     assert names.options() == {option for x in types for option in x}
     assert [*names.KV_DTYPES] == [*codes.BITS]
+    arguments = {*inspect.signature(mmkv.wrap).parameters}
+    assert {*names.OF_WRAP} == arguments - {"model", "policy", "policy_options"}
     assert [*speed.RANDOM] == [*models.SHAPES]
 
 
