@@ -91,8 +91,8 @@ def get_policy(name: str, **options: Any) -> Policy:
     """Return a policy by name, with options overriding its defaults.
 
     Raises:
-        ValueError: the name or an option is unknown (the message lists candidates), a value is out
-            of range, or the policy's parts do not read an option.
+        ValueError: the name or an option is unknown (the message names the closest one, or all), a
+            value is out of range, or the policy's parts do not read an option.
     """
     cls = policy_class(name)
     known = option_types(cls)
@@ -103,6 +103,8 @@ def get_policy(name: str, **options: Any) -> Policy:
             raise ValueError(
                 f"compression_ratio={share} says what is dropped: give what is kept, budget{budget}"
             )
+        if option not in known and option in names.OF_WRAP:
+            raise ValueError(f"{option!r} is no option of a policy: give it to mmkv.wrap")
         if option not in known:
             candidates = [*known, *names.OF_WRAP]
             raise ValueError(names.unknown("option", option, candidates, f"of policy {cls.name!r}"))

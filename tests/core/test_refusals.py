@@ -28,11 +28,13 @@ GROUPED = {"average_heads": True, "merge": "groups"}
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
-        ("snap", {}, r"unknown policy 'snap'. Did you mean 'snapkv'"),
+        ("snap", {}, r"unknown policy 'snap'. Did you mean 'snapkv'\?$"),
+        ("nosuchname", {}, r"unknown policy 'nosuchname'. Known: .*prefixkv.*snapkv"),
         (None, {}, r"policy=None: expected a name or a Policy object"),
         (mmkv.Policy, {}, r"or a Policy object: call it, Policy\(\)"),
         ("snapkv", {"windw": 3}, r"option 'windw' of policy 'snapkv'. Did you mean 'window'"),
         ("snapkv", {"memroy": 1 / 8}, r"Did you mean 'memory'"),
+        ("snapkv", {"budget": 0.2}, r"'budget' is no option of a policy: give it to mmkv\.wrap"),
         ("snapkv", {"compression_ratio": 0.8}, r"give what is kept, budget=0\.2"),
         ("streaming", {"window": 3}, r"'window' has no effect"),
         ("full", {"window": 3}, r"'window' has no effect"),
