@@ -214,7 +214,7 @@ def _notes(cache: CacheContents) -> list[str]:
     if policy.merge is not None and policy.merge.weighted and n_whole < len(cache.lengths):
         notes.append("tokens not kept exactly are merged into groups")
     if plan.kv_dtype is not None and cache.compressed[0].seen > prompt.valid.shape[1]:
-        notes.append("the bytes include a window in the model's type for generated tokens")
+        notes.append("the bytes include slots in the model's type for the newest generated tokens")
     competed = int((prompt.valid & ~prompt.is_prompt).sum())
     if competed and policy.decode.every:
         notes.append("generated tokens count as prompt once they have competed")

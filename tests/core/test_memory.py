@@ -214,7 +214,7 @@ def test_report_gives_bytes_and_notes_the_floor():
     (note,) = [x for x in short.notes if "least" in x]
     assert note.startswith("row 0: least=64 keeps 64 of 100 tokens, more than memory 6.25%")
     assert not [x for x in long.notes if "least" in x]
-    counted = "the bytes include a window in the model's type for generated tokens"
+    counted = "the bytes include slots in the model's type for the newest generated tokens"
     assert counted in replied.notes
     assert counted not in short.notes
 
