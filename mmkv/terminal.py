@@ -256,13 +256,14 @@ def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, st
     def advance(n: int, what: str) -> None:
         nonlocal printed
         bars.update(task, advance=n, description=what)
-        if shown and not console.is_terminal and time.monotonic() - printed >= _PROGRESS_INTERVAL:
-            done, now = bars.tasks[task].completed, time.monotonic()
+        now = time.monotonic()
+        if shown and not console.is_terminal and now - printed >= _PROGRESS_INTERVAL:
+            done = bars.tasks[task].completed
             of = "" if total is None else f" of {total}"
             if total and done:
                 of += f", about {(now - started) / done * (total - done) / 60:.0f} min left"
             print(f"{done:.0f}{of}: {what}", file=sys.stderr, flush=True)
-            printed = time.monotonic()
+            printed = now
 
     with bars:
         yield advance

@@ -226,7 +226,7 @@ class QuantizedKV:
 
         The host has called `make_room`; slots are int64 [R or 1].
         """
-        (key,), (value,) = new
+        key, value = new[0][0], new[1][0]
         pairs = _pairs(key - self.mean, value).to(self.dtype)
         if self.reuses:
             pairs = self._replace(pairs, slots)

@@ -58,9 +58,10 @@ def policies(
     if markdown:
         typer.echo(tables.part_markdown() if parts else tables.policy_markdown(), nl=False)
         return
-    table = tables.part_table() if parts else tables.policy_tables()
     if name is not None:
         table = tables.policy_table(name)
+    else:
+        table = tables.part_table() if parts else tables.policy_tables()
     console().print(table, highlight=False, markup=False)
 
 
