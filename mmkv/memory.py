@@ -14,8 +14,8 @@ EIGHT_BITS_FROM, EIGHT_BITS_FROM_DROPPING = 0.14, 0.27
 # The prompt, in tokens, whose bytes decide whether all of its tokens fit.
 USUAL = 4000
 _BITS = {"int8": 8, "int4": 4}
-# Numbers of a pair that share a step and a lowest number, and the bytes of these two.
-_GROUP, _RANGE = 64, 4
+# Numbers of a pair that share a step, and its bytes.
+_GROUP, _STEP = 64, 2
 _WEIGHT = 2  # bytes of a group's weight
 
 
@@ -135,7 +135,7 @@ def allot(
     groups = numbers // (_GROUP if head_dim % _GROUP == 0 else head_dim)
 
     def slot(kv_dtype: str) -> int:
-        return -(-numbers * _BITS[kv_dtype] // 8) + groups * _RANGE
+        return -(-numbers * _BITS[kv_dtype] // 8) + groups * _STEP
 
     def fits(kv_dtype: str) -> bool:
         return slot(kv_dtype) * USUAL + once <= memory * full * USUAL

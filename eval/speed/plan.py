@@ -171,8 +171,8 @@ def plan(
         """Return the bytes of a layer that keeps so many tokens of each head."""
         if kv_dtype is None:
             return layer.pair * tokens * itemsize
-        # A group's numbers share a step and a lowest number of 16 bits each.
-        coded = layer.pair * tokens * (BITS[kv_dtype] + 32 / group(layer.width)) / 8
+        # A group's numbers share a step of 16 bits.
+        coded = layer.pair * tokens * (BITS[kv_dtype] + 16 / group(layer.width)) / 8
         exact, heads = max(1, policy.sinks) + WINDOW * bool(generated), layer.pair / layer.width / 2
         return coded + exact * (layer.pair * itemsize + 8 * heads) + layer.pair / 2 * 4
 

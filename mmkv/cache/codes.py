@@ -6,7 +6,9 @@ channel over all of them. A query is rotated too; the mean adds the same number 
 row, which softmax ignores.
 
 A token's key and value are split into groups of 64 numbers, or of all where 64 does not divide
-them. Each group has a step and a lowest number in float16: code c stands for lowest + c * step.
+them. Each group has a step in float16: code c stands for c * step. A code is -128 to 127; in 4 bits
+it is a multiple of 16, of which only the upper half is stored. The number farthest from 0 has code
+-128, so that its sign is the step's. Reading codes and quantising again gives the same codes.
 """
 
 from __future__ import annotations
@@ -21,9 +23,7 @@ from torch.nn.functional import pad
 
 BITS = {"int8": 8, "int4": 4}
 _GROUP = 64
-_RANGES = torch.float16
-# Steps and lowest numbers of groups are at most the largest float16, and steps at least this.
-_LEAST_STEP, _MOST = 2.0**-14, torch.finfo(_RANGES).max
+_STEPS = torch.float16
 
 
 def check(kv_dtype: str | None) -> None:
@@ -65,17 +65,22 @@ def group(N: int) -> int:
 
 
 def quantised(pairs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return codes [R, P, n, N], steps and lowest numbers [R, n, 2, 2 G] of pairs [R, n, 2, N]."""
-    levels, groups = 2**bits - 1, pairs.unflatten(-1, (-1, group(pairs.shape[-1])))
+    """Return codes int8 [R, P, n, N] and steps [R, n, 2 G] of pairs [R, n, 2, N].
+
+    In 8 bits P is 2. In 4 bits it is 1: a byte has a number of the key in its low half, and one of
+    the value in its high half.
+    """
+    groups, most = pairs.unflatten(-1, (-1, group(pairs.shape[-1]))), torch.finfo(_STEPS).max
     low, high = groups.aminmax(dim=-1)
-    step = ((high - low) / levels).clamp(_LEAST_STEP, _MOST).to(_RANGES)
-    ranges = torch.stack([step, low.clamp(-_MOST, _MOST).to(_RANGES)], dim=2)
-    step, low = (x[..., None] for x in ranges.to(pairs.dtype).unbind(2))
-    codes = ((groups - low) / step).round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
-    codes = codes.transpose(1, 2).contiguous()
+    farthest = torch.where(high > -low, high, low)
+    steps = (farthest / -128).clamp(-most, most).to(_STEPS)
+    scale = steps.to(pairs.dtype)[..., None] * 2 ** (8 - bits)
+    scale.masked_fill_(scale == 0, 1.0)
+    codes = (groups / scale).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    codes = codes.to(torch.int8).flatten(-2).transpose(1, 2).contiguous()
     if bits == 4:
-        codes = codes[:, :1] | (codes[:, 1:] << 4)
-    return codes, ranges.flatten(-2)
+        codes = (codes[:, :1] & 15) | (codes[:, 1:] << 4)
+    return codes, steps.flatten(-2)
 
 
 def squares(exact: Tensor, stored: Tensor, filled: Tensor) -> Tensor:

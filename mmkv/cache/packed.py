@@ -80,8 +80,8 @@ def layout(
         bits = BITS[plan.kv_dtype]
         means = tuple(torch.promote_types(x, torch.float32) for x in dtypes)
         specs |= {
-            "codes": Spec((n, bits // 4, D), (torch.uint8,)),
-            "ranges": Spec((n, 2, 2 * D // group(D)), (torch.float16,)),
+            "codes": Spec((n, bits // 4, D), (torch.int8,)),
+            "steps": Spec((n, 2 * D // group(D)), (torch.float16,)),
             "exact": Spec((x, 2, D), dtypes),
             "mean": Spec((B * H, D), means),
             "error": Spec((B, 2), low=0.0),
@@ -160,7 +160,7 @@ def packed(kept: KeptKV) -> dict[str, Tensor]:
             slots |= {"keys": stored.keys, "values": stored.values}
         else:
             slots["codes"] = stored.codes.transpose(1, 2)
-            slots["ranges"] = stored.ranges.permute(0, 3, 1, 2)
+            slots["steps"] = stored.steps.mT
             is_exact = filled.gather(1, stored.exact_slots)
             _add(pieces, "exact", stored.exact, is_exact)
             pieces.setdefault("mean", []).extend(stored.mean)
@@ -216,7 +216,7 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
     row_of = torch.from_numpy(np.arange(B * H).repeat(counts)).to(device)
     protected = prompt.protected.to(device)[row_of // H, tensors["positions"].long()]
     n_protected = torch.bincount(row_of[protected], minlength=B * H).cpu().numpy()
-    names = tensors.keys() & {"positions", "keys", "values", "codes", "ranges", "scores", "bias"}
+    names = tensors.keys() & {"positions", "keys", "values", "codes", "steps", "scores", "bias"}
     blocks: list[PaddedBlock] = []
     for rows, schedule, width, capacity in planned(plan, prompt, counts, n_protected, 0, device):
         x = {k: slots.put(tensors[k], rows, capacity, -(k == "positions")) for k in names}
@@ -224,16 +224,11 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
         if plan.kv_dtype is None:
             stored: PlainKV | QuantizedKV = PlainKV.of(x["keys"], x["values"])
         else:
-            ranges = x["ranges"].permute(0, 2, 3, 1).contiguous()
             exact_slots = first_slots(positions, width, n_first)
             exact_pairs = exact.put(tensors["exact"], rows, exact_slots.shape[1])
-            codes = x["codes"].transpose(1, 2).contiguous()
-            codes.scatter_(
-                2, exact_slots[:, None, :, None].expand(*codes.shape[:2], -1, codes.shape[3]), 0
-            )
             stored = QuantizedKV(
-                codes,
-                ranges,
+                x["codes"].transpose(1, 2).contiguous(),
+                x["steps"].mT.contiguous(),
                 exact_pairs,
                 exact_slots,
                 tensors["mean"][index][:, None],

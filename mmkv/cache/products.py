@@ -18,28 +18,21 @@ class Coded(NamedTuple):
     The codes of an exact slot stand for zeros, to which the exact numbers are added.
     """
 
-    codes: Tensor  # uint8 [R, S, D]
-    bits: int  # which bits of a byte are its code: 255, 15 or 240
+    codes: Tensor  # int8 [R, S, D]
+    half: str | None  # which half of a byte is its code, "low" or "high"; None: all 8 bits
     step: Tensor  # [R, G, S], of each group; float32, or the model's type if that is wider
-    lowest: Tensor  # [R, G, S]
     exact: Tensor  # [R, X, D]
     exact_slots: Tensor  # int64 [R, 1, X]; a slot that repeats is given once and zeros
     mean: Tensor | None = None  # [R, 1, D], what to add to every key; None: softmax ignores it
     size: int | None = None  # how many of the D numbers count, the others being 0; None: all
 
-    @property
-    def unit(self) -> float:
-        """What the lowest of the bits counts."""
-        return 1 / (self.bits & -self.bits)
-
     def products(self, query: Tensor) -> Tensor:
         """Return the inner products of queries [R, Q, D] with every slot: [R, Q, S]."""
         total: Tensor | None = None
-        for q, codes, step, lowest in self._groups(query):
+        for q, codes, step in self._groups(query):
             pieces = [torch.bmm(q, self._floats(codes[:, at]).mT) for at in self._pieces()]
             product = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
-            shift = q.sum(-1, keepdim=True) * lowest
-            product = torch.addcmul(shift, product, step, value=self.unit)
+            product.mul_(step)
             total = product if total is None else total.add_(product)
         assert total is not None
         total.scatter_add_(2, self._exact_index(query), torch.bmm(query, self.exact.mT))
@@ -48,22 +41,21 @@ class Coded(NamedTuple):
     def mixed(self, weights: Tensor) -> Tensor:
         """Return the sums of all slots by weights [R, Q, S]: [R, Q, D]."""
         sums = list[Tensor]()
-        for _, codes, step, lowest in self._groups(self.codes):
-            total, weighted = torch.bmm(weights, lowest.mT), weights * step
+        for _, codes, step in self._groups(self.codes):
+            weighted, group_sum = weights * step, None
             for at in self._pieces():
-                floats = self._floats(codes[:, at])
-                total = torch.baddbmm(total, weighted[:, :, at], floats, alpha=self.unit)
-                del floats  # so that the next piece takes its place in the processor's cache
-            sums.append(total)
+                part = torch.bmm(weighted[:, :, at], self._floats(codes[:, at]))
+                group_sum = part if group_sum is None else group_sum.add_(part)
+            assert group_sum is not None
+            sums.append(group_sum)
         total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
         exact_weights = weights.gather(2, self._exact_index(weights))
         return torch.baddbmm(total, exact_weights, self.exact)[..., : self.size]
 
     def numbers(self) -> Tensor:
         """Return what the codes stand for, and the exact numbers: [R, S, D]."""
-        step, lowest = (x.mT[..., None] for x in (self.step, self.lowest))
-        codes = self._floats(self.codes).unflatten(-1, (step.shape[2], -1))
-        numbers = torch.addcmul(lowest, codes, step, value=self.unit).flatten(-2)
+        codes = self._floats(self.codes).unflatten(-1, (self.step.shape[1], -1))
+        numbers = codes.mul_(self.step.mT[..., None]).flatten(-2)
         numbers.scatter_add_(1, self.exact_slots.mT.expand(self.exact.shape), self.exact)
         return (numbers if self.mean is None else numbers.add_(self.mean))[..., : self.size]
 
@@ -76,18 +68,19 @@ class Coded(NamedTuple):
 
     def _floats(self, codes: Tensor) -> Tensor:
         """Return some of the codes in the type of steps, in new storage."""
-        return (codes if self.bits == 255 else codes & self.bits).to(self.step.dtype)
+        if self.half is not None:
+            codes = codes << 4 if self.half == "low" else codes & -16
+        return codes.to(self.step.dtype)
 
     def _exact_index(self, rows: Tensor) -> Tensor:
         """Return the slots of exact numbers for each query of `rows` [R, Q, ...]: [R, Q, X]."""
         return self.exact_slots.expand(-1, rows.shape[1], -1)
 
     def _groups(self, x: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """Return a part of x [..., D], codes, steps and lowest numbers of each group."""
+        """Return a part of x [..., D], codes and steps of each group."""
         if (G := self.step.shape[1]) == 1:
-            return [(x, self.codes, self.step, self.lowest)]
-        parts = x.chunk(G, -1), self.codes.chunk(G, -1), self.step.split(1, 1)
-        return zip(*parts, self.lowest.split(1, 1), strict=True)
+            return [(x, self.codes, self.step)]
+        return zip(x.chunk(G, -1), self.codes.chunk(G, -1), self.step.split(1, 1), strict=True)
 
 
 def needs_gradient(query: Tensor) -> bool:

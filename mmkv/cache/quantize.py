@@ -29,10 +29,9 @@ class QuantizedKV:
     D and Dv. A file needs the five tensors, `start` and `opened`; the wrap gives the rest.
 
     Attributes:
-        codes: uint8 [R, P, S, N]. In 8 bits P is 2, keys and values. In 4 bits P is 1: a byte has
-            a number of the key in its low bits, and one of the value in its high bits.
-        ranges: float16 [R, 2, 2 G, S], the steps of a key's and a value's G groups, and their
-            lowest numbers. Codes of an empty or an exact slot stand for zeros.
+        codes: int8 [R, P, S, N], as `quantised` returns them.
+        steps: float16 [R, 2 G, S], of a key's G groups, then of a value's; 0 in an empty and in an
+            exact slot, whose codes so stand for zeros.
         exact: [R, X, 2, N] in the model's type, the exact pairs: `WINDOW` places for generated
             tokens, if there is a window, and after them the row's first tokens. A place without
             a token of its own holds zeros.
@@ -47,7 +46,7 @@ class QuantizedKV:
     def __init__(
         self,
         codes: Tensor,
-        ranges: Tensor,
+        steps: Tensor,
         exact: Tensor,
         exact_slots: Tensor,
         mean: Tensor,
@@ -58,7 +57,7 @@ class QuantizedKV:
         reuses: bool,
         sizes: tuple[int, int] | None = None,
     ) -> None:
-        self.codes, self.ranges, self.exact = codes, ranges, exact
+        self.codes, self.steps, self.exact = codes, steps, exact
         self.exact_slots, self.mean = exact_slots, mean
         self.bits, self.start, self.opened, self.reuses = bits, start, opened, reuses
         self.sizes = sizes or (mean.shape[-1], mean.shape[-1])
@@ -92,10 +91,8 @@ class QuantizedKV:
         own_mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
         mean = own_mean if mean is None else torch.where(mean.isnan(), own_mean, mean)
         pairs = _pairs(keys.sub_(mean), values)
-        codes, ranges = quantised(pairs, bits)
-        codes.masked_fill_(~coded[:, None, :, None], 0)
-        ranges = ranges.permute(0, 2, 3, 1).contiguous()
-        ranges.masked_fill_(~coded[:, None, None], 0.0)
+        codes, steps = quantised(pairs, bits)
+        steps = steps.mT.contiguous().masked_fill_(~coded[:, None], 0.0)
         exact = pairs.take_along_dim(exact_slots[..., None, None], dim=1).to(values.dtype)
         own = filled.gather(1, exact_slots)
         if opened:
@@ -104,7 +101,7 @@ class QuantizedKV:
         exact.masked_fill_(~own[..., None, None], 0.0)
         return cls(
             codes,
-            ranges,
+            steps,
             exact,
             exact_slots,
             mean,
@@ -132,13 +129,13 @@ class QuantizedKV:
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.codes, self.ranges, self.exact, self.exact_slots, self.mean
+        return self.codes, self.steps, self.exact, self.exact_slots, self.mean
 
-    def _with(self, codes: Tensor, ranges: Tensor, *others: Tensor) -> QuantizedKV:
+    def _with(self, codes: Tensor, steps: Tensor, *others: Tensor) -> QuantizedKV:
         """Return a copy with other tensors, in the order of `_tensors`."""
         return QuantizedKV(
             codes,
-            ranges,
+            steps,
             *others,
             bits=self.bits,
             start=self.start,
@@ -149,13 +146,13 @@ class QuantizedKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of codes, steps, lowest numbers, exact pairs and means."""
+        """Bytes of the storages of codes, steps, exact pairs and means."""
         return sum(x.untyped_storage().nbytes() for x in self._tensors)
 
     def nbytes_of(self, slots: int) -> int:
         """Return the bytes of a row with so many slots and a window."""
         n_exact = self.exact.shape[1] + (0 if self.opened else WINDOW)
-        per_slot = _row_bytes(self.codes[:, :, :1]) + _row_bytes(self.ranges[..., :1])
+        per_slot = _row_bytes(self.codes[:, :, :1]) + _row_bytes(self.steps[..., :1])
         per_exact = _row_bytes(self.exact[:, :1]) + _row_bytes(self.exact_slots[:, :1])
         return slots * per_slot + n_exact * per_exact + _row_bytes(self.mean)
 
@@ -180,15 +177,13 @@ class QuantizedKV:
         With `whole` the mean is added to the keys.
         """
         D, Dv = (None, None) if self.sizes[0] == self.sizes[1] else self.sizes
-        of_key, of_value = (255, 255) if self.bits == 8 else (15, 240)
+        of_key, of_value = (None, None) if self.bits == 8 else ("low", "high")
         codes = self.codes.narrow(2, 0, width).unbind(1)
-        ranges = self.ranges.narrow(3, 0, width).to(self.mean.dtype)
-        ranges = ranges.view(len(ranges), 4, ranges.shape[2] // 2, width)
-        key_step, step, key_lowest, lowest = ranges.unbind(1)
+        key_steps, steps = self.steps.narrow(2, 0, width).to(self.mean.dtype).chunk(2, dim=1)
         exact_keys, exact = self.exact.to(self.mean.dtype).unbind(2)
         slots, mean = self.exact_slots[:, None], self.mean if whole else None
-        keys = Coded(codes[0], of_key, key_step, key_lowest, exact_keys, slots, mean, D)
-        return keys, Coded(codes[-1], of_value, step, lowest, exact, slots, None, Dv)
+        keys = Coded(codes[0], of_key, key_steps, exact_keys, slots, mean, D)
+        return keys, Coded(codes[-1], of_value, steps, exact, slots, None, Dv)
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return the lengths of the parts in which to write q tokens from `position` on."""
@@ -243,11 +238,11 @@ class QuantizedKV:
         The place of a first token takes the pair that takes its slot, and the window gets zeros.
         """
         if isinstance(slots, int):
-            self.ranges[..., slots] = 0.0
+            self.steps[..., slots] = 0.0
             same = self.exact_slots == slots
         else:
-            at = slots[:, None, None, None].expand(*self.ranges.shape[:3], 1)
-            self.ranges.scatter_(3, at, 0.0)
+            at = slots[:, None, None].expand(*self.steps.shape[:2], 1)
+            self.steps.scatter_(2, at, 0.0)
             same = self.exact_slots == slots[:, None]
         newest, first = same[:, :WINDOW], same[:, WINDOW:]
         self.exact[:, :WINDOW].masked_fill_(newest[..., None, None], 0.0)
@@ -274,9 +269,9 @@ class QuantizedKV:
             return
         at = slice(n_written % WINDOW, n_written % WINDOW + BULK)
         slots, pairs = self.exact_slots[:, at].clone(), self.exact[:, at].to(self.mean.dtype)
-        codes, ranges = quantised(pairs, self.bits)
+        codes, steps = quantised(pairs, self.bits)
         self.codes[self.rows, :, slots] = codes.transpose(1, 2)
-        self.ranges[self.rows, :, :, slots] = ranges
+        self.steps[self.rows, :, slots] = steps
         self.exact[:, at], self.exact_slots[:, at] = 0.0, self.exact_slots[:, -1:]
 
     def index_select(self, rows: Tensor) -> QuantizedKV:
@@ -285,8 +280,8 @@ class QuantizedKV:
 
     def grown(self, n_new: int) -> QuantizedKV:
         """Return the same pairs with `n_new` empty slots after them, in new storage."""
-        codes, ranges = pad(self.codes, (0, 0, 0, n_new)), pad(self.ranges, (0, n_new))
-        return self._with(codes, ranges, *self._tensors[2:])
+        codes, steps = pad(self.codes, (0, 0, 0, n_new)), pad(self.steps, (0, n_new))
+        return self._with(codes, steps, *self._tensors[2:])
 
 
 def _row_bytes(x: Tensor) -> int:

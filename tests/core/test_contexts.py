@@ -203,7 +203,7 @@ def storage(context):
             slots = {"held": block.held, "scores": block.scores, "log_weights": block.log_weights}
             if hasattr(stored, "codes"):
                 slots["codes"] = stored.codes.transpose(1, 2)
-                slots["ranges"] = stored.ranges.permute(0, 3, 1, 2)
+                slots["steps"] = stored.steps.mT
                 is_exact = filled.gather(1, stored.exact_slots)
                 found[i, j, "exact"] = stored.exact[is_exact]
                 found[i, j, "exact_slots"] = stored.exact_slots[is_exact]
@@ -561,11 +561,11 @@ HOSTILE = {
     "header a list": lambda tensors, about: "[]",
     "header nested": lambda tensors, about: "[" * 10**5,
     "header a long number": lambda tensors, about: "9" * 5000,
-    "header of one entry": lambda tensors, about: json.dumps({"version": 6}),
+    "header of one entry": lambda tensors, about: json.dumps({"version": 7}),
     **{
         f"{name}={value!r}": said(name, value)
         for name, values in {
-            "version": (3, 5, 7, True, "6", None, 6.0),
+            "version": (3, 5, 6, True, "7", None, 7.0),
             "plan": ("", {}, [], "[" * 10**5, {"policy": []}, 3, None),
             "weights": ("", 3),
             "dtype": ("torch.float16", "nonsense", 3),
@@ -629,7 +629,7 @@ def test_hostile_errors_windows_and_grids_are_refused(tmp_path):
             *floats(f"layers.0.{part}"), made(f"layers.0.{part}", lambda x: None),
             made(f"layers.0.{part}", lambda x: x[1:]),
         ]) for part in ("exact", "mean")),
-        ("LlamaForCausalLM", "layers.0.ranges", floats("layers.0.ranges")[:4]),
+        ("LlamaForCausalLM", "layers.0.steps", floats("layers.0.steps")[:4]),
         ("LlamaForCausalLM", "layers.0.codes", [
             made("layers.0.codes", change)
             for change in (torch.Tensor.short, torch.flatten, lambda x: x[1:], lambda x: x[:, 1:],

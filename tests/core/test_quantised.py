@@ -24,7 +24,6 @@ from mmkv.cache.codes import BITS
 from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.kernels import attend
 from mmkv.cache.layer import KeptKV
-from mmkv.cache.packed import packed, unpacked
 from mmkv.cache.padded_blocks import PaddedBlock, Step
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.decode.slots import GrowingSlots
@@ -52,11 +51,12 @@ def exact(inputs):
 def closeness(policy):
     """How far logits may be apart.
 
-    The attention weights of H2O are float32: a number of a later token that lies halfway between
-    two codes may get either, and is then off by one code.
+    The attention weights of H2O are float32, and so are sums of merged pairs: a number of a later
+    token that lies halfway between two codes may get either, and is then off by one code.
     """
-    weighed = policy.decode.name == "fixed" and policy.score.turn_reduction == "sum"
-    return 1e-2 if weighed else 1e-4
+    if policy.decode.name == "fixed" and policy.score.turn_reduction == "sum":
+        return 1e-2
+    return 1e-4 if policy.merge is None else 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +158,9 @@ def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
     )
 
 
-@cases("kv_dtype, bits_each", [("int8", 8.5), ("int4", 4.5)], ("int4", 4.5))
+@cases("kv_dtype, bits_each", [("int8", 8.25), ("int4", 4.25)], ("int4", 4.25))
 def test_bytes_fall_with_bits(kv_dtype, bits_each):
-    """8 or 4 bits a number and 2 x 16 a group of 64, the exact pairs, their slots and the mean."""
+    """8 or 4 bits a number and 16 a group of 64, the exact pairs, their slots and the mean."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 120}
@@ -287,7 +287,7 @@ def test_a_large_common_part_of_keys_costs_nothing(kv_dtype):
     off, without = (float(x.norm()) for x in (biased - keys - bias, plain - keys))
     assert off == pytest.approx(without, rel=1e-6)
     one_group = fake_quantise(keys + bias, BITS[kv_dtype]) - keys - bias
-    assert float(one_group.norm()) > 20 * without
+    assert float(one_group.norm()) > 10 * without
 
 
 @pytest.mark.parametrize(("D", "Dv"), WIDTHS)
@@ -346,20 +346,6 @@ def test_selected_rows_take_codes_and_window_along(kv_dtype):
     held, rows = stored(some_pairs(16, 16), kv_dtype), torch.tensor([2, 0, 2])
     for chosen, whole in zip(held.index_select(rows).read(), held.read(), strict=True):
         assert torch.equal(chosen, whole[rows])
-
-
-@pytest.mark.parametrize("kv_dtype", BITS)
-def test_exact_pairs_of_a_file_are_read_whatever_their_codes(doubles, kv_dtype):
-    """Files of earlier versions have codes of exact pairs too."""
-    model, inputs = doubles("llama"), make_inputs("llama", (60,))
-    with mmkv.wrapped(model, "streaming", 30, kv_dtype=kv_dtype), torch.no_grad():
-        cache = model(**inputs, use_cache=True).past_key_values
-    kept = cache.compressed[0].keeping()
-    tensors, written = packed(kept), kept.dense()
-    tensors["codes"][tensors["positions"] < 4] = 255
-    read = unpacked(cache.plan, cache.prompt, tensors).dense()
-    assert torch.equal(read.keys, written.keys)
-    assert torch.equal(read.values, written.values)
 
 
 @cases("kv_dtype", BITS, "int4")

@@ -27,9 +27,9 @@ def rotated_by(D: int) -> Tensor:
 def fake_quantise(x: Tensor, bits: int, other: int | None = None) -> Tensor:
     """Each group of the numbers [..., D] of tokens rounded to the nearest of 2 ** bits numbers.
 
-    These are equally spaced from the group's smallest number to its largest; the smallest and the
-    space are kept in float16, and no space is below 2 ** -14. If what lies beside has
-    more numbers, `other`, zeros are added.
+    These are multiples of a step in float16: from that farthest from 0, at half of the multiples on
+    one side, to one less than a half on the other. If what lies beside has more numbers, `other`,
+    zeros are added.
     """
     D = x.shape[-1]
     if other is not None and other > D:
@@ -37,14 +37,15 @@ def fake_quantise(x: Tensor, bits: int, other: int | None = None) -> Tensor:
             ..., :D
         ]
     size = GROUP if D % GROUP == 0 else D
-    return torch.cat([_group(part, 2**bits - 1) for part in x.split(size, dim=-1)], dim=-1)
+    return torch.cat([_group(part, bits) for part in x.split(size, dim=-1)], dim=-1)
 
 
-def _group(x: Tensor, most: int) -> Tensor:
-    low, high = x.min(-1, keepdim=True).values, x.max(-1, keepdim=True).values
-    space = ((high - low) / most).clamp(min=2.0**-14).half().to(x.dtype)
-    low = low.half().to(x.dtype)
-    return low + space * ((x - low) / space).round().clamp(0, most)
+def _group(x: Tensor, bits: int) -> Tensor:
+    farthest = x.gather(-1, x.abs().argmax(-1, keepdim=True))
+    half = 2 ** (bits - 1)
+    step = (farthest / 128).half().to(x.dtype) * (128 / half)
+    multiples = (x / step.where(step != 0, 1.0)).round()
+    return step * multiples.clamp(1 - half, half)
 
 
 class Row:
