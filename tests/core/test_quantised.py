@@ -264,6 +264,16 @@ def test_pairs_are_read_as_defined(kv_dtype, D, Dv):
                 torch.testing.assert_close(x[r, s], wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_quantising_what_was_read_gives_the_same_codes(kv_dtype):
+    """So a later turn, which stores the kept pairs again, loses nothing more."""
+    held = stored(some_pairs(128, 128, torch.float64), kv_dtype)
+    again = stored(held.read(), kv_dtype, mean=held.mean)
+    coded = [s for s in range(30) if s not in (0, 7)]
+    assert torch.equal(again.codes[:, :, coded], held.codes[:, :, coded])
+    assert torch.equal(again.steps, held.steps)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_dtype", BITS)
 def test_types_of_fewer_bits_lose_little_more(kv_dtype, dtype):
