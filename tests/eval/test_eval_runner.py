@@ -67,12 +67,12 @@ def test_rows(model, tokenizer, tmp_path):
 
 
 def test_kept_pairs_in_few_bits(model, tokenizer, tmp_path):
-    """The full cache in 8 bits runs once; a pair of 16 numbers is 16 bytes, a scale and a zero."""
+    """The full cache in 8 bits runs once; a pair of 32 numbers is 32 bytes and two steps."""
     policies = ["full:kv_dtype=int8", "snapkv:kv_dtype=int4"]
     rows = run(model, tokenizer, tmp_path, policies=policies, budgets=[0.5, 0.7], metrics=["ppl"])
     assert len(rows) == 5 * (1 + 2)
     for row in rows:
-        share = (16 + 4) / (16 * 4) if "int8" in row["policy"] else (8 + 4) / (16 * 4)
+        share = (32 + 4) / (32 * 4) if "int8" in row["policy"] else (16 + 4) / (32 * 4)
         kept = row["kept_fraction"] * row["full_bytes"]
         assert row["cache_bytes"] == pytest.approx(share * kept)
     report = Report(tmp_path)
@@ -84,17 +84,17 @@ def test_kept_pairs_in_few_bits(model, tokenizer, tmp_path):
 def test_shares_of_bytes_in_place_of_budgets(model, tokenizer, tmp_path):
     """They set the type too; a run of them is told from one of tokens."""
     asked = {"policies": ["full", "snapkv:window=2"], "metrics": ["ppl"]}
-    rows = run(model, tokenizer, tmp_path, budgets=[Memory(0.5), Memory(0.3)], **asked)
+    rows = run(model, tokenizer, tmp_path, budgets=[Memory(0.5), Memory(0.25)], **asked)
     kept = {row["budget"]: row for row in rows if row["policy"] != "full"}
-    assert {*kept} == {0.5, 0.3}
-    # In float32 a pair of 32 numbers has 128 bytes; in 8 bits 40, so that all fit into half of it.
+    assert {*kept} == {0.5, 0.25}
+    # In float32 a pair of 32 numbers has 128 bytes; in 8 bits 36, so that all fit into half of it.
     assert kept[0.5]["kept_fraction"] == 1
-    assert 0.6 < kept[0.3]["kept_fraction"] < 0.95
+    assert 0.6 < kept[0.25]["kept_fraction"] < 0.95
     report = Report(tmp_path)
-    assert [*report.main_table().columns] == ["50% of bytes", "30% of bytes"]
+    assert [*report.main_table().columns] == ["50% of bytes", "25% of bytes"]
     assert report.figures("snapkv:window=2", report.budgets[1]).n == 5
     with pytest.raises(RunError, match="memory=True, this one has memory=None"):
-        run(model, tokenizer, tmp_path, budgets=[0.5, 0.3], **asked)
+        run(model, tokenizer, tmp_path, budgets=[0.5, 0.25], **asked)
 
 
 @pytest.mark.slow
