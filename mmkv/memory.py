@@ -14,7 +14,7 @@ EIGHT_BITS_FROM, EIGHT_BITS_FROM_DROPPING = 0.14, 0.27
 # The prompt, in tokens, whose bytes decide whether all of its tokens fit.
 USUAL = 4000
 _BITS = {"int8": 8, "int4": 4}
-# Numbers of a pair that share a step, and its bytes.
+# How many numbers of a pair share a step, and the bytes of a step.
 _GROUP, _STEP = 64, 2
 _WEIGHT = 2  # bytes of a group's weight
 

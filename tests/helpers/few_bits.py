@@ -27,9 +27,9 @@ def rotated_by(D: int) -> Tensor:
 def fake_quantise(x: Tensor, bits: int, other: int | None = None) -> Tensor:
     """Each group of the numbers [..., D] of tokens rounded to the nearest of 2 ** bits numbers.
 
-    These are multiples of a step in float16: from that farthest from 0, at half of the multiples on
-    one side, to one less than a half on the other. If what lies beside has more numbers, `other`,
-    zeros are added.
+    These are multiples of a step in float16. The group's number farthest from 0 is 2 ** (bits - 1)
+    steps, on its side of 0; on the other side there is one multiple less. If what lies beside has
+    more numbers, `other`, zeros are added.
     """
     D = x.shape[-1]
     if other is not None and other > D:
