@@ -34,7 +34,10 @@ SCENE = drawings.Scene(
 
 @pytest.fixture(scope="module")
 def text():
-    return models.pretrained("smollm2")
+    """SmolLM2 and its tokenizer, with its first four layers."""
+    model, tokenizer = models.pretrained("smollm2")
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:4], 4
+    return model, tokenizer
 
 
 @pytest.fixture(scope="module")
