@@ -39,7 +39,7 @@ def chat(
         list[str] | None,
         typer.Argument(
             metavar="FILE|QUESTION",
-            help="Pictures and texts (.txt, .md), then the question; - reads a text or the "
+            help="Pictures and texts (in UTF-8), then the question; - reads a text or the "
             "question from standard input. "
             "Without arguments, questions and commands are read line by line.",
             show_default=False,
@@ -171,7 +171,15 @@ def _files_and_question(words: list[str]) -> tuple[list[str], str]:
 
 
 def _is_text(name: str) -> bool:
-    return name == "-" or Path(name).suffix.lower() in _TEXTS
+    """Return whether a file is a text: by its suffix, or as it is UTF-8, such as a log."""
+    suffix = Path(name).suffix.lower()
+    if name == "-" or suffix in _TEXTS:
+        return True
+    try:
+        Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return suffix not in _PICTURES
 
 
 def _read_text(path: str) -> str:

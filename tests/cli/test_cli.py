@@ -169,10 +169,10 @@ class TestChat:
 
     @pytest.mark.slow
     def test_a_text_is_read_once_and_asked_again_from_a_file(self, capsys, tmp_path):
-        (tmp_path / "report.txt").write_text(LONG, encoding="utf-8")
+        (tmp_path / "report.log").write_text(LONG, encoding="utf-8")
         words = ("--context", tmp_path / "report", "--json", *SHORT)
         found = []
-        for files in ([tmp_path / "report.txt"], []):
+        for files in ([tmp_path / "report.log"], []):
             out, err, code = run(capsys, "chat", *files, QUESTION, *words)
             assert (code, err) == (0, "")
             found.append(json.loads(out))
@@ -180,8 +180,8 @@ class TestChat:
         assert found[0]["context"]["tokens"] == found[1]["context"]["tokens"] > 100
         assert [x["question"] for x in found] == [QUESTION] * 2
         assert found[0]["answer"] == found[1]["answer"]
-        said = complaint(capsys, "chat", tmp_path / "report.txt", "x", *words)
-        assert "report.txt out, or name a new file" in said
+        said = complaint(capsys, "chat", tmp_path / "report.log", "x", *words)
+        assert "report.log out, or name a new file" in said
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -332,6 +332,7 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
         (("whole.png", "missing.jpg"), "no question"),
         (("text.md",), "the file 'text.md': add the question after it\n"),
         (("none.txt", "x"), "none.txt: no such file\n"),
+        (("binary.log", "x"), "not a picture in a known format"),
         (("binary.txt", "x"), "binary.txt: not a text file in UTF-8"),
         (("whole.png", "-"), "the question is empty"),
         (("--json",), "--json needs a question"),
@@ -347,7 +348,8 @@ def test_wrong_use_raises_before_model_loads(
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     (tmp_path / "text.png").write_text("not a picture")
     (tmp_path / "text.md").write_text("It rains.")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    for name in ("binary.txt", "binary.log"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
     (tmp_path / "whole.png").write_bytes(picture.read_bytes())
     (tmp_path / "cut.png").write_bytes(picture.read_bytes()[:1000])
     assert expected in complaint(capsys, "chat", *words)
