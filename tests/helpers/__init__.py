@@ -6,3 +6,5 @@ Import it before transformers: that reads the environment once.
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Processes that tests start compute as tests do, on one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
