@@ -10,7 +10,7 @@ from typing import Any
 
 # From this share of the bytes in 16 bits on, pairs are held in 8 bits, below it in 4: of policies
 # that merge evicted tokens into groups, and of those that drop them (docs/quality-more.md).
-EIGHT_BITS_FROM, EIGHT_BITS_FROM_DROPPING = 0.14, 0.27
+EIGHT_BITS_FROM, EIGHT_BITS_FROM_DROPPING = 0.12, 0.27
 # The prompt, in tokens, whose bytes decide whether all of its tokens fit.
 USUAL = 4000
 _BITS = {"int8": 8, "int4": 4}
