@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -66,22 +68,27 @@ def outcomes(model):
         yield str(variant), said
 
 
-# What torchrun starts: two processes, which find each other by a file here and not by a port.
+# Two processes as torchrun starts them, but forked where all is imported, once for both. They find
+# each other by a file here and not by a port.
 SCRIPT = """
 import os, sys
 sys.path.insert(0, os.environ["TESTS"])
 import torch
 import torch.distributed as dist
-torch.set_num_threads(1)
-folder, out = sys.argv[1:]
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
 from core import test_tensor_parallel as tests
 from transformers import AutoModelForCausalLM
+folder, out = sys.argv[1:]
+other = os.fork()
+rank = 0 if other else 1
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
 model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float64).eval()
 torch.save((dict(tests.outcomes(model)), tests.refused(model)), f"{out}/{rank}.pt")
 dist.barrier()
 dist.destroy_process_group()
+if other:
+    sys.exit(os.waitpid(other, 0)[1] != 0)
 """
 
 
@@ -118,25 +125,19 @@ def launch(folder: Path, out: Path) -> list:
         place = out / str(i)
         place.mkdir()
         command = [sys.executable, "-c", SCRIPT, str(folder), str(place)]
-        both = [
-            subprocess.Popen(
-                command,
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stderr=(place / f"{rank}.log").open("w"),
-            )
-            for rank in (0, 1)
-        ]
-        try:
-            codes = [process.wait(timeout=400) for process in both]
-        except subprocess.TimeoutExpired:
-            codes = [1]
-        finally:
-            for process in both:
-                process.kill()
+        with (place / "log").open("w") as log:
+            process = subprocess.Popen(command, env=env, stderr=log, start_new_session=True)
+            try:
+                code = process.wait(timeout=400)
+            except subprocess.TimeoutExpired:
+                code = 1
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        if not any(codes):
+        if not code:
             return [torch.load(place / f"{rank}.pt") for rank in (0, 1)]
-        told += "".join((place / f"{rank}.log").read_text()[-3000:] for rank in (0, 1))
+        told += (place / "log").read_text()[-6000:]
     pytest.fail(told)
 
 
