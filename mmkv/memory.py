@@ -59,7 +59,7 @@ def _parsed(text: str) -> float:
     return float(above) / float(below or 1)
 
 
-# The memory of `mmkv.wrap(model)` without a size: of a 16-bit model, a third of the tokens in 4
+# The memory of `mmkv.wrap(model)` without a size: of a 16-bit model, a fifth of the tokens in 8
 # bits.
 DEFAULT = Memory(1 / 8)
 
