@@ -88,8 +88,9 @@ def chat(
     paths, text, question = list(image or []), "", ""
     if words:
         files, question = _files_and_question(words)
-        paths += [Path(x) for x in files if not _is_text(x)]
-        text = "\n\n".join(map(_read_text, filter(_is_text, files)))
+        texts = [x for x in files if _is_text(x)]
+        paths += [Path(x) for x in files if x not in texts]
+        text = "\n\n".join(map(_read_text, texts))
         if context is not None:
             _check_context(context, [*map(str, image or []), *files])
         if paths:
@@ -171,15 +172,17 @@ def _files_and_question(words: list[str]) -> tuple[list[str], str]:
 
 
 def _is_text(name: str) -> bool:
-    """Return whether a file is a text: by its suffix, or as it is UTF-8, such as a log."""
+    """Return whether a file is a text and not a picture: by its suffix, else if it is in UTF-8."""
     suffix = Path(name).suffix.lower()
+    if suffix in _PICTURES:
+        return False
     if name == "-" or suffix in _TEXTS:
         return True
     try:
         Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-    return suffix not in _PICTURES
+    return True
 
 
 def _read_text(path: str) -> str:
