@@ -114,7 +114,7 @@ def two_turns(model, inputs, more, chunk):
 @since("5.23")
 @pytest.mark.slow
 @settings(
-    max_examples=30,
+    max_examples=50,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
