@@ -2,10 +2,7 @@
 
 import dataclasses
 import os
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import mmkv
 from helpers.configs import TEXT
 from helpers.models import make_inputs, make_model
 from helpers.oracle import READING, Variant, options_of
+from helpers.processes import exit_code
 from helpers.profiles import profile_of
 from mmkv.scores.window import WindowAttention
 
@@ -68,8 +66,8 @@ def outcomes(model):
         yield str(variant), said
 
 
-# Two processes as torchrun starts them, but forked where all is imported, once for both. They find
-# each other by a file here and not by a port.
+# Two processes, as torchrun starts them. The first forks the second after its imports, so that
+# these run once. They find each other by a file here and not by a port.
 SCRIPT = """
 import os, sys
 sys.path.insert(0, os.environ["TESTS"])
@@ -116,7 +114,6 @@ def launch(folder: Path, out: Path) -> list:
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
         "TESTS": str(Path(__file__).parents[1]),
         "WORLD_SIZE": "2",
     }
@@ -126,16 +123,8 @@ def launch(folder: Path, out: Path) -> list:
         place.mkdir()
         command = [sys.executable, "-c", SCRIPT, str(folder), str(place)]
         with (place / "log").open("w") as log:
-            process = subprocess.Popen(command, env=env, stderr=log, start_new_session=True)
-            try:
-                code = process.wait(timeout=400)
-            except subprocess.TimeoutExpired:
-                code = 1
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if not code:
+            code = exit_code(command, 400, env=env, stderr=log)
+        if code == 0:
             return [torch.load(place / f"{rank}.pt") for rank in (0, 1)]
         told += (place / "log").read_text()[-6000:]
     pytest.fail(told)

@@ -54,7 +54,7 @@ def server(tmp_path_factory, request):
         part.save_pretrained(model)
     command = [str(Path(sys.executable).parent / "mmkv"), "demo", "--port", "0", "--device", "cpu"]
     command += ["--model", str(model)]
-    env = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "TMPDIR": str(folder)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     request.getfixturevalue("browser")  # both take long to start
     line = process.stdout.readline()

@@ -7,4 +7,4 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Processes that tests start compute as tests do, on one thread.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"

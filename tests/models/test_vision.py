@@ -34,7 +34,7 @@ SCENE = drawings.Scene(
 
 @pytest.fixture(scope="module")
 def text():
-    """SmolLM2 and its tokenizer, with its first four layers."""
+    """SmolLM2 with only its first four layers, and its tokenizer."""
     model, tokenizer = models.pretrained("smollm2")
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:4], 4
     return model, tokenizer

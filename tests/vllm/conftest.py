@@ -16,7 +16,6 @@ from vllm_engines import BLOCK, CHAT, HEADS, LAYERS, SCORES, VOCAB, Engine
 
 if find_spec("xgrammar") and find_spec("vllm"):  # before vLLM is imported
     os.environ |= {
-        "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
