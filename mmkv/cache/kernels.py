@@ -40,6 +40,8 @@ def attend(
         rows = query[:, None], keys[:, None], values[:, None]
         if not query.is_cuda:
             mask = None if visible is None else visible[:, None]
+            if mask is not None and mask.dtype != torch.bool:
+                mask = mask.to(query.dtype)
             return scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale)[:, 0]
         if visible is None and flash_takes(query):
             return aten._scaled_dot_product_flash_attention(*rows, scale=scale)[0][:, 0]

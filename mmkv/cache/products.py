@@ -24,7 +24,7 @@ class Coded(NamedTuple):
     exact: Tensor  # [R, X, D]
     exact_slots: Tensor  # int64 [R, 1, X]; a slot that repeats is given once and zeros
     mean: Tensor | None = None  # [R, 1, D], what to add to every key; None: softmax ignores it
-    size: int | None = None  # how many of the D numbers count, the others being 0; None: all
+    size: int | None = None  # how many numbers a value has, the others being 0; None: all
 
     def products(self, query: Tensor) -> Tensor:
         """Return the inner products of queries [R, Q, D] with every slot: [R, Q, S]."""
@@ -51,13 +51,6 @@ class Coded(NamedTuple):
         total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
         exact_weights = weights.gather(2, self._exact_index(weights))
         return torch.baddbmm(total, exact_weights, self.exact)[..., : self.size]
-
-    def numbers(self) -> Tensor:
-        """Return what the codes stand for, and the exact numbers: [R, S, D]."""
-        codes = self._floats(self.codes).unflatten(-1, (self.step.shape[1], -1))
-        numbers = codes.mul_(self.step.mT[..., None]).flatten(-2)
-        numbers.scatter_add_(1, self.exact_slots.mT.expand(self.exact.shape), self.exact)
-        return (numbers if self.mean is None else numbers.add_(self.mean))[..., : self.size]
 
     def _pieces(self) -> list[slice]:
         """Return the slots whose codes are unpacked at a time."""

@@ -17,6 +17,9 @@ from torch.nn.functional import pad
 from mmkv.cache.codes import quantised, rotation
 from mmkv.cache.products import Coded
 
+# Of so many numbers a CPU makes floats at once, as attention to floats takes the fewest operations.
+_FEW = 2**19
+
 # Generated tokens that are always exact, that are written as codes at once, and both together.
 NEWEST, BULK = 32, 16
 WINDOW = NEWEST + BULK
@@ -163,27 +166,42 @@ class QuantizedKV:
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return all keys [R, S, D] and values [R, S, Dv] in the model's type, in new storage."""
-        keys, values = self.pairs(self.slots, whole=True)
-        return self.unrotated(keys).to(self.dtype), values.numbers().to(self.dtype)
+        keys, values = self._numbers(self.slots, whole=True)
+        return (keys @ self.rotation.mT).to(self.dtype), values.to(self.dtype)
 
-    def unrotated(self, keys: Tensor | Coded) -> Tensor:
-        """Return keys [R, S, D] as the model made them, of rotated ones with their mean."""
-        keys = keys.numbers() if isinstance(keys, Coded) else keys
-        return keys @ self.rotation.mT
+    def pairs(self, width: int, *, whole: bool) -> tuple[Tensor, Tensor] | tuple[Coded, Coded]:
+        """Return the rotated keys and the values of the first `width` slots.
 
-    def pairs(self, width: int, *, whole: bool) -> tuple[Coded, Coded]:
-        """Return the keys and values of the first `width` slots.
-
-        With `whole` the mean is added to the keys.
+        These are tensors in the type of `mean` if they are few and on a CPU, else codes. With
+        `whole` the mean is added to the keys.
         """
-        D, Dv = (None, None) if self.sizes[0] == self.sizes[1] else self.sizes
+        few = 2 * len(self.codes) * width * self.codes.shape[-1] <= _FEW
+        if few and self.codes.device.type == "cpu":
+            return self._numbers(width, whole=whole)
         of_key, of_value = (None, None) if self.bits == 8 else ("low", "high")
         codes = self.codes.narrow(2, 0, width).unbind(1)
         key_steps, steps = self.steps.narrow(2, 0, width).to(self.mean.dtype).chunk(2, dim=1)
         exact_keys, exact = self.exact.to(self.mean.dtype).unbind(2)
         slots, mean = self.exact_slots[:, None], self.mean if whole else None
-        keys = Coded(codes[0], of_key, key_steps, exact_keys, slots, mean, D)
-        return keys, Coded(codes[-1], of_value, steps, exact, slots, None, Dv)
+        keys = Coded(codes[0], of_key, key_steps, exact_keys, slots, mean)
+        return keys, Coded(codes[-1], of_value, steps, exact, slots, None, self.sizes[1])
+
+    def _numbers(self, width: int, *, whole: bool) -> tuple[Tensor, Tensor]:
+        """Return the result of `pairs` as tensors [R, width, N] and [R, width, Dv]."""
+        codes, steps = self.codes.narrow(2, 0, width), self.steps.narrow(2, 0, width)
+        if self.bits == 4:
+            codes = torch.cat([codes << 4, codes & -16], dim=1)
+        numbers = codes.to(self.mean.dtype)
+        steps = steps.view(len(codes), 2, -1, width).mT[..., None]
+        numbers.view(*steps.shape[:-1], -1).mul_(steps)
+        by_slot, exact = numbers.transpose(1, 2), self.exact.to(numbers.dtype)
+        by_slot[self.rows, self.exact_slots] = exact
+        if self.opened:  # A place without a token has the slot of a first token.
+            by_slot[self.rows, self.exact_slots[:, WINDOW:]] = exact[:, WINDOW:]
+        keys, values = numbers.unbind(1)
+        if whole:
+            keys += self.mean
+        return keys, values if len(set(self.sizes)) == 1 else values[..., : self.sizes[1]]
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return the lengths of the parts in which to write q tokens from `position` on."""

@@ -19,7 +19,7 @@ from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
-from mmkv.cache import codes, products
+from mmkv.cache import codes, products, quantize
 from mmkv.cache.codes import BITS
 from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.kernels import attend
@@ -92,6 +92,21 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
     """
     inputs = exact(make_inputs("llava-llama", (57, 30, 42)))
     agrees(doubles("llava-llama"), inputs, variant, kv_dtype)
+
+
+@cases("dtype", [torch.float64, torch.bfloat16], torch.bfloat16)
+@pytest.mark.parametrize("kv_dtype", BITS)
+@pytest.mark.parametrize("variant", [GROUPS, DROPS], ids=str)
+def test_blocks_too_large_to_unpack_give_the_same(variant, kv_dtype, dtype, monkeypatch):
+    """Attention multiplies codes instead; a batch of padded rows, with a bias of empty slots."""
+    model = make_model("llama").to(dtype)
+    inputs, options = make_inputs("llama", (57, 30, 42)), options_of(variant)
+    with mmkv.wrapped(model, variant.policy, variant.budget, kv_dtype=kv_dtype, **options):
+        expected = generate(model, inputs, new=4)[0]
+        monkeypatch.setattr(quantize, "_FEW", 0)
+        logits = generate(model, inputs, new=4)[0]
+    off = {torch.float64: 1e-9, torch.bfloat16: 0.05}[dtype]
+    torch.testing.assert_close(logits, expected, atol=off, rtol=0)
 
 
 @pytest.mark.slow
@@ -319,9 +334,15 @@ def test_attention_on_codes_equals_attention_on_read_pairs(kv_dtype, D, Dv, soft
     query = torch.randn(4, 3, D, generator=g, dtype=torch.float64)
     options = {"scale": 0.2, "softcap": softcap}
     expected = attend(query, keys, values, None, **options)
+    turned, whole = query @ held.rotation, softcap is not None
+    as_floats = held.pairs(24, whole=whole)
+    assert all(isinstance(x, torch.Tensor) for x in as_floats)
+    torch.testing.assert_close(attend(turned, *as_floats, None, **options), expected)
+    monkeypatch.setattr(quantize, "_FEW", 0)
     for piece in (products._CPU_PIECE, 1, 4 * max(D, Dv) * 7):  # all slots at once, one, and seven
         monkeypatch.setattr(products, "_CPU_PIECE", piece)
-        turned, pairs = query @ held.rotation, held.pairs(24, whole=softcap is not None)
+        pairs = held.pairs(24, whole=whole)
+        assert all(isinstance(x, products.Coded) for x in pairs)
         torch.testing.assert_close(attend(turned, *pairs, None, **options), expected)
 
 
