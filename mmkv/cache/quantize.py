@@ -192,11 +192,13 @@ class QuantizedKV:
         if self.bits == 4:
             codes = torch.cat([codes << 4, codes & -16], dim=1)
         numbers = codes.to(self.mean.dtype)
-        steps = steps.view(len(codes), 2, -1, width).mT[..., None]
-        numbers.view(*steps.shape[:-1], -1).mul_(steps)
+        n_groups = steps.shape[1] // 2
+        groups = numbers.unflatten(-1, (n_groups, -1))
+        groups.mul_(steps.unflatten(1, (2, n_groups)).mT[..., None])
         by_slot, exact = numbers.transpose(1, 2), self.exact.to(numbers.dtype)
         by_slot[self.rows, self.exact_slots] = exact
-        if self.opened:  # A place without a token has the slot of a first token.
+        if self.opened:
+            # A place without a token has the slot of a first one, and threads write in any order.
             by_slot[self.rows, self.exact_slots[:, WINDOW:]] = exact[:, WINDOW:]
         keys, values = numbers.unbind(1)
         if whole:
