@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 from mmkv.cache.codes import quantised, rotation
 from mmkv.cache.products import Coded
 
-# Of so many numbers a CPU makes floats at once, as attention to floats takes the fewest operations.
+# On a CPU a block of at most so many numbers, keys and values, is converted to floats before it is
+# attended to, which takes fewer operations than multiplying codes.
 _FEW = 2**19
 
 # Generated tokens that are always exact, that are written as codes at once, and both together.
@@ -198,12 +199,13 @@ class QuantizedKV:
         by_slot, exact = numbers.transpose(1, 2), self.exact.to(numbers.dtype)
         by_slot[self.rows, self.exact_slots] = exact
         if self.opened:
-            # A place without a token has the slot of a first one, and threads write in any order.
+            # An unused place holds zeros and the slot of a first token, so it may have overwritten
+            # that token's pair: threads write in any order.
             by_slot[self.rows, self.exact_slots[:, WINDOW:]] = exact[:, WINDOW:]
         keys, values = numbers.unbind(1)
         if whole:
             keys += self.mean
-        return keys, values if len(set(self.sizes)) == 1 else values[..., : self.sizes[1]]
+        return keys, values[..., : self.sizes[1]]
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return the lengths of the parts in which to write q tokens from `position` on."""

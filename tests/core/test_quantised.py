@@ -97,8 +97,8 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
 @cases("dtype", [torch.float64, torch.bfloat16], torch.bfloat16)
 @pytest.mark.parametrize("kv_dtype", BITS)
 @pytest.mark.parametrize("variant", [GROUPS, DROPS], ids=str)
-def test_blocks_too_large_to_unpack_give_the_same(variant, kv_dtype, dtype, monkeypatch):
-    """Attention multiplies codes instead; a batch of padded rows, with a bias of empty slots."""
+def test_large_and_small_blocks_give_the_same_logits(variant, kv_dtype, dtype, monkeypatch):
+    """Small blocks become floats, large ones stay codes; rows are padded, empty slots masked."""
     model = make_model("llama").to(dtype)
     inputs, options = make_inputs("llama", (57, 30, 42)), options_of(variant)
     with mmkv.wrapped(model, variant.policy, variant.budget, kv_dtype=kv_dtype, **options):
