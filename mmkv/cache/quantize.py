@@ -193,15 +193,10 @@ class QuantizedKV:
         if self.bits == 4:
             codes = torch.cat([codes << 4, codes & -16], dim=1)
         numbers = codes.to(self.mean.dtype)
-        n_groups = steps.shape[1] // 2
-        groups = numbers.unflatten(-1, (n_groups, -1))
-        groups.mul_(steps.unflatten(1, (2, n_groups)).mT[..., None])
-        by_slot, exact = numbers.transpose(1, 2), self.exact.to(numbers.dtype)
-        by_slot[self.rows, self.exact_slots] = exact
-        if self.opened:
-            # An unused place holds zeros and the slot of a first token, so it may have overwritten
-            # that token's pair: threads write in any order.
-            by_slot[self.rows, self.exact_slots[:, WINDOW:]] = exact[:, WINDOW:]
+        R, N, G = len(codes), codes.shape[-1], steps.shape[1] // 2
+        numbers.view(R, 2, width, G, N // G).mul_(steps.view(R, 2, G, width).mT[..., None])
+        at, exact = (self.rows, self.exact_slots), self.exact.to(numbers.dtype)
+        numbers.transpose(1, 2).index_put_(at, exact, accumulate=True)
         keys, values = numbers.unbind(1)
         if whole:
             keys += self.mean
@@ -214,8 +209,8 @@ class QuantizedKV:
         return [n for n in [first, *rest] if n]
 
     def new(self, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return new pairs, rotated keys [R, q, D] and values [R, q, Dv], as `write` takes them."""
-        return [key[None], value[None]]
+        """Return new pairs, rotated keys [R, q, N] and values [R, q, Dv], as `write` takes them."""
+        return [_pairs(key, value)[None]]
 
     def write(self, new: Sequence[Tensor], slots: int | Tensor, position: int) -> None:
         """Put the pairs of q new tokens, one of `pieces`, into the window; the first at `position`.
@@ -224,9 +219,8 @@ class QuantizedKV:
         for one token.
         """
         self.make_room(position)
-        key, value = new[0][0], new[1][0]
-        q, place = key.shape[1], self.place_of(position)
-        pairs = _pairs(key - self.mean, value).to(self.dtype)
+        pairs, place = self._centred(new), self.place_of(position)
+        q = pairs.shape[1]
         for i in range(q) if self.reuses else ():
             pairs[:, i : i + 1] = self._replace(pairs[:, i : i + 1], slots + i)
         self.exact[:, place : place + q] = pairs
@@ -236,19 +230,24 @@ class QuantizedKV:
         elif q == 1:
             of_pairs.fill_(slots)
         else:
-            of_pairs.copy_(torch.arange(slots, slots + q, device=key.device))
+            of_pairs.copy_(torch.arange(slots, slots + q, device=pairs.device))
 
     def place(self, new: Sequence[Tensor], slots: Tensor, place: Tensor) -> None:
         """Put one token's pair at a place [1] of the window, in a replayed step.
 
         The host has called `make_room`; slots are int64 [R or 1].
         """
-        key, value = new[0][0], new[1][0]
-        pairs = _pairs(key - self.mean, value).to(self.dtype)
+        pairs = self._centred(new)
         if self.reuses:
             pairs = self._replace(pairs, slots)
-        self.exact.index_copy_(1, place, pairs)
+        self.exact.index_copy_(1, place, pairs.to(self.dtype))
         self.exact_slots.index_copy_(1, place, slots[:, None].expand(len(pairs), 1))
+
+    def _centred(self, new: Sequence[Tensor]) -> Tensor:
+        """Return new pairs [R, q, 2, N]; this subtracts the mean from their keys, in place."""
+        pairs = new[0][0]
+        pairs[:, :, 0].sub_(self.mean)
+        return pairs
 
     def place_of(self, position: int) -> int:
         """Return the place in the window of the token at `position`."""
