@@ -387,6 +387,18 @@ def test_selected_rows_take_codes_and_window_along(kv_dtype):
 
 
 @pytest.mark.parametrize("kv_dtype", BITS)
+def test_unused_places_of_the_window_change_no_pair(kv_dtype):
+    """They hold zeros and an exact pair's slot; pairs may be added in any order."""
+    held = stored(some_pairs(16, 16), kv_dtype)
+    expected = held.read()
+    held.make_room(30)
+    assert held.opened
+    for _ in range(2):
+        assert all(map(torch.equal, held.read(), expected))
+        held.exact, held.exact_slots = held.exact.flip(1), held.exact_slots.flip(1)
+
+
+@pytest.mark.parametrize("kv_dtype", BITS)
 def test_exact_pairs_of_a_file_are_read_whatever_their_codes(doubles, kv_dtype):
     """Their steps are 0, so their codes count nothing."""
     model, inputs = doubles("llama"), make_inputs("llama", (60,))
