@@ -195,6 +195,7 @@ class QuantizedKV:
         numbers = codes.to(self.mean.dtype)
         R, N, G = len(codes), codes.shape[-1], steps.shape[1] // 2
         numbers.view(R, 2, width, G, N // G).mul_(steps.view(R, 2, G, width).mT[..., None])
+        # An unused place of the window adds zeros to an exact pair.
         at, exact = (self.rows, self.exact_slots), self.exact.to(numbers.dtype)
         numbers.transpose(1, 2).index_put_(at, exact, accumulate=True)
         keys, values = numbers.unbind(1)
@@ -209,14 +210,14 @@ class QuantizedKV:
         return [n for n in [first, *rest] if n]
 
     def new(self, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return new pairs, rotated keys [R, q, N] and values [R, q, Dv], as `write` takes them."""
+        """Return rotated keys [R, q, N] and values [R, q, Dv] side by side: one [1, R, q, 2, N]."""
         return [_pairs(key, value)[None]]
 
     def write(self, new: Sequence[Tensor], slots: int | Tensor, position: int) -> None:
         """Put the pairs of q new tokens, one of `pieces`, into the window; the first at `position`.
 
-        `slots` is the first of q slots that all rows use, or int64 [R]
-        for one token.
+        `new` is the result of the method `new`, from whose keys this subtracts the mean in place.
+        `slots` is the first of q slots that all rows use, or int64 [R] for one token.
         """
         self.make_room(position)
         pairs, place = self._centred(new), self.place_of(position)
@@ -244,7 +245,7 @@ class QuantizedKV:
         self.exact_slots.index_copy_(1, place, slots[:, None].expand(len(pairs), 1))
 
     def _centred(self, new: Sequence[Tensor]) -> Tensor:
-        """Return new pairs [R, q, 2, N]; this subtracts the mean from their keys, in place."""
+        """Subtract the mean from the keys of new pairs, in place; return the pairs [R, q, 2, N]."""
         pairs = new[0][0]
         pairs[:, :, 0].sub_(self.mean)
         return pairs
