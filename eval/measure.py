@@ -291,12 +291,13 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
     n, heads, seen = len(layers), layers[0].heads, cache.get_seq_length()
     other_bytes = sum(x.nbytes for x in report.layers if not x.compressed)
     full_pair = (report.full_nbytes - other_bytes) // (len(cache.lengths) * heads * n * seen)
-    block = layers[0].blocks[0]
-    per_slot = (block.nbytes_of(2) - block.nbytes_of(1)) // len(block.positions)
     for row, length in enumerate(cache.lengths):
         kept, total = sum(x.sizes[row] for x in layers), length * n
         shares = [None if x.retained is None else float(x.retained[row]) for x in layers]
-        sizes = {"cache_bytes": heads * kept * per_slot, "full_bytes": total * heads * full_pair}
+        sizes = {
+            "cache_bytes": heads * kept * layers[0].slot_bytes,
+            "full_bytes": total * heads * full_pair,
+        }
         sizes |= {"other_bytes": other_bytes // len(cache.lengths)}  # of layers not compressed
         facts = {"prompt_tokens": length, "kept_fraction": kept / total, **sizes}
         facts["kv_dtype"] = cache.plan.kv_dtype

@@ -99,7 +99,7 @@ class CacheReport:
                 if weighted:
                     groups = float((cache.groups(i)[0] > 0).sum(-1).float().mean())
                 layers.append(LayerReport(i, True, counts, nbytes, share, *errors, groups=groups))
-                width = state.blocks[0].stored.full_pair_bytes
+                width = state.stored.full_pair_bytes
                 full_nbytes += state.batch * state.heads * x.seen * width
             else:
                 full_nbytes += nbytes

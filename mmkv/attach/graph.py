@@ -122,9 +122,9 @@ class Runner:
         self.clock.row.fill_(step_of(cache.blocks))  # fills do not wait for the device
         self.clock.position.fill_(position := cache.get_seq_length())
         with outside_inference_mode():
-            for block in cache.blocks:
-                block.stored.make_room(position)
-        self.clock.place.fill_(cache.blocks[0].stored.place_of(position))
+            for layer in cache.compressed:
+                layer.keeping().stored.make_room(position)
+        self.clock.place.fill_(cache.compressed[0].keeping().stored.place_of(position))
         if not self.warm:
             with refusing_waits(), _undone(cache, always=False):
                 out = self._step(cache)
@@ -216,6 +216,8 @@ def _reserve(cache: CompressedCache, n_ahead: int) -> None:
         n_ahead = min(n_ahead, cache.max_length - seen)
     for block in blocks:
         block.freeze(max(1, n_ahead))
+    for layer in cache.compressed:
+        layer.keeping().fit()
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def group(N: int) -> int:
 
 
 def quantised(pairs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return codes int8 [R, P, n, N] and steps [R, n, 2 G] of pairs [R, n, 2, N].
+    """Return codes int8 [P, R, n, N] and steps [2, R, n, G] of pairs [R, n, 2, N].
 
     In 8 bits P is 2. In 4 bits it is 1: a byte has a number of the key in its low half, and one of
     the value in its high half.
@@ -77,10 +77,10 @@ def quantised(pairs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     scale = steps.to(pairs.dtype)[..., None] * 2 ** (8 - bits)
     scale.masked_fill_(scale == 0, 1.0)
     codes = (groups / scale).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    codes = codes.to(torch.int8).flatten(-2).transpose(1, 2).contiguous()
+    codes = codes.to(torch.int8).flatten(-2).movedim(2, 0).contiguous()
     if bits == 4:
-        codes = (codes[:, :1] & 15) | (codes[:, 1:] << 4)
-    return codes, steps.flatten(-2)
+        codes = (codes[:1] & 15) | (codes[1:] << 4)
+    return codes, steps.movedim(2, 0).contiguous()
 
 
 def squares(exact: Tensor, stored: Tensor, filled: Tensor) -> Tensor:

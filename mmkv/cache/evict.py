@@ -90,7 +90,7 @@ def evict(
     merge = None if list(sizes) == prompt.lengths else plan.policy.merge
     kept = ranking.kept(prompt_kv) if merge is None else _merged(merge, prompt_kv, prompt, ranking)
     slots = _place(prompt_kv, kept, plan, prompt)
-    blocks, error = _store(slots, prompt_kv.means, plan, prompt, expected, n_newest)
+    blocks, stored, error = _store(slots, prompt_kv.means, plan, prompt, expected, n_newest)
     retained = None
     if prompt_kv.scores is not None and plan.policy.score.ranks:
         singles = kept.indices
@@ -102,7 +102,7 @@ def evict(
         leaders = slots.positions.long().view(kept.weights.shape)
         leaders = leaders.masked_fill(kept.weights < 2, -1)
         groups = _groups(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
-    return KeptKV(blocks, B, H, list(sizes), retained, error, groups)
+    return KeptKV(blocks, stored, B, H, list(sizes), retained, error, groups)
 
 
 def _merged(merge: Merge, prompt_kv: PromptKV, prompt: TokenMasks, ranking: Ranking) -> Kept:
@@ -178,13 +178,14 @@ def _store(
     prompt: TokenMasks,
     expected: int,
     n_newest: int,
-) -> tuple[list[PaddedBlock], Tensor | None]:
+) -> tuple[list[PaddedBlock], PlainKV | QuantizedKV, Tensor | None]:
     """Copy the pairs into blocks; with 8 or 4 bits also return the relative errors, [B, 2].
 
     `means` are those of `PromptKV`; other arguments are those of `evict`.
     """
     B, H, _, _ = slots.keys.shape
     device, blocks = slots.keys.device, list[PaddedBlock]()
+    plain, quantised = list[PlainKV](), list[QuantizedKV]()
     errors = torch.zeros(B * H, 2, 2, device=device)
     start = prompt.valid.shape[1] - min(n_newest, NEWEST)
     for rows, schedule, width, capacity in planned(
@@ -196,30 +197,34 @@ def _store(
             for x in (slots.tokens, slots.positions)
         )
         keys, values = (_gathered(x, index[:, None], tokens) for x in (slots.keys, slots.values))
-        stored: PlainKV | QuantizedKV = PlainKV.of(keys, values)
-        if plan.kv_dtype is not None:
+        if plan.kv_dtype is None:
+            plain.append(PlainKV.of(keys, values))
+        else:
             filled, opened = positions >= 0, n_newest > 0
-            stored = QuantizedKV.of(
+            part = QuantizedKV.of(
                 keys,
                 values,
                 filled,
-                _exact_slots(positions, width, max(1, plan.policy.sinks), start, opened),
+                _exact_slots(positions, max(1, plan.policy.sinks), start, opened),
                 mean=None if means is None else means.flatten(0, 1)[index],
                 bits=BITS[plan.kv_dtype],
                 start=start,
                 opened=opened,
                 reuses=schedule.drops or width == 0,
             )
-            for i, (x, read) in enumerate(zip((keys, values), stored.read(), strict=True)):
+            for i, (x, read) in enumerate(zip((keys, values), part.read()[0], strict=True)):
                 errors[index, i] = squares(x, read, filled)
+            quantised.append(part)
         scores, weights = (
             None if x is None else pad(x[index, :width], (0, capacity - width))
             for x in (slots.scores, slots.log_weights)
         )
-        blocks.append(block_of(rows, stored, positions, schedule, scores, weights, width))
+        dtype = slots.keys.dtype
+        blocks.append(block_of(rows, positions, schedule, dtype, scores, weights, width))
     if plan.kv_dtype is None:
-        return blocks, None
-    return blocks, relative_error(errors.view(B, H, 2, 2).sum(1))
+        return blocks, PlainKV.joined(plain), None
+    error = relative_error(errors.view(B, H, 2, 2).sum(1))
+    return blocks, QuantizedKV.joined(quantised), error
 
 
 def _gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -237,14 +242,14 @@ def _gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
     return flat.index_select(0, place.flatten()).view(*tokens.shape, D)
 
 
-def _exact_slots(positions: Tensor, width: int, n_first: int, start: int, opened: bool) -> Tensor:
+def _exact_slots(positions: Tensor, n_first: int, start: int, opened: bool) -> Tensor:
     """Return the slots [R, X] whose pairs stay exact in 8 or 4 bits.
 
     These are the slots of the `n_first` earliest tokens. If the window is `opened`, the slots of
     the tokens from position `start` on come before them; a place of the window without a token
-    repeats the last place. Positions are [R, S], -1 for an empty slot; `width` slots are in use.
+    repeats the last place. Positions are [R, S], -1 for an empty slot.
     """
-    first = first_slots(positions, width, n_first)
+    first = first_slots(positions, n_first)
     if not opened:
         return first
     newest = torch.arange(start, start + WINDOW, device=positions.device)
@@ -253,13 +258,12 @@ def _exact_slots(positions: Tensor, width: int, n_first: int, start: int, opened
     return torch.cat([slots, first], dim=1)
 
 
-def first_slots(positions: Tensor, width: int, n: int) -> Tensor:
-    """Return the slots of each row's n earliest tokens, int64 [R, n or less].
+def first_slots(positions: Tensor, n: int) -> Tensor:
+    """Return the slots of each row's n earliest tokens, int64 [R, n]; empty ones if it has fewer.
 
-    Positions are [R, S], -1 for an empty slot; the first `width` slots are in use.
+    Positions are [R, S], -1 for an empty slot.
     """
-    used = positions[:, : max(1, width)]
-    age = used.masked_fill(used < 0, torch.iinfo(used.dtype).max)
+    age = positions.masked_fill(positions < 0, torch.iinfo(positions.dtype).max)
     # Not `contiguous`, which leaves one row a view of all of its slots.
     return age.argsort(dim=-1, stable=True)[:, :n].clone()
 
@@ -341,7 +345,10 @@ def planned(
                 schedule.skip_padding(places[send(rows // heads, device)], seen)
         width = int(counts[rows].max())
         n_expected = min(expected, spare(width, seen))
-        blocks.append(_BlockPlan(rows, schedule, width, schedule.most(n_expected)))
+        # In 8 or 4 bits each row has slots for its first tokens, which stay exact.
+        least = 0 if plan.kv_dtype is None else max(1, plan.policy.sinks)
+        n_slots = max(schedule.most(n_expected), least)
+        blocks.append(_BlockPlan(rows, schedule, width, n_slots))
     return blocks
 
 

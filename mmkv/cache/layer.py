@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.group_index import GroupIndex
 from mmkv.cache.padded_blocks import PaddedBlock, Step
+from mmkv.cache.plain import PlainKV
 from mmkv.cache.prompt_kv import PromptKV, token_numbers
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.layer_inputs import Rotary, rows_of
@@ -28,6 +29,7 @@ class KeptKV:
 
     Attributes:
         blocks: each has some of the B * H rows, a row being one key-value head of one sequence.
+        stored: the pairs in the slots of the blocks.
         batch, heads: B and H.
         sizes: tokens kept per head when the prompt was read, for each of the B rows.
         retained: [B], share of the importance kept; None if the policy has no attention score.
@@ -36,6 +38,7 @@ class KeptKV:
     """
 
     blocks: Sequence[PaddedBlock]
+    stored: PlainKV | QuantizedKV
     batch: int
     heads: int
     sizes: list[int]
@@ -45,9 +48,17 @@ class KeptKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of keys, values and group indices."""
+        """Bytes of the storages of pairs, empty slots included, weights and group indices."""
         groups = 0 if self.group_index is None else self.group_index.nbytes
-        return sum(b.nbytes for b in self.blocks) + groups
+        weights = (x.log_weights for x in self.blocks)
+        weight_bytes = sum(x.untyped_storage().nbytes() for x in weights if x is not None)
+        return self.stored.nbytes + weight_bytes + groups
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, its weight included."""
+        weights = self.blocks[0].log_weights
+        return self.stored.slot_bytes + (0 if weights is None else weights.element_size())
 
     def dense(self) -> PromptKV:
         """Return all kept pairs as one rectangle in new storage, in order of position."""
@@ -67,13 +78,12 @@ class KeptKV:
             log_weights = by_age([b.log_weights for b in self.blocks]).float()
         if group_index is not None:
             weights = token_numbers(positions, group_index)
-        stored = [b.stored for b in self.blocks]
-        if isinstance(stored[0], QuantizedKV):
-            means = self._joined([x.mean for x in stored if isinstance(x, QuantizedKV)], 0)
+        if isinstance(self.stored, QuantizedKV):
+            means = self._joined([x.mean for x in self.stored.split()], 0)
             means = means.unflatten(0, (self.batch, self.heads))
             # A row that has not begun has no mean yet.
             means = means.masked_fill((positions < 0).all(-1)[..., None, None], torch.nan)
-        keys, values = map(by_age, zip(*(x.read() for x in stored), strict=True))
+        keys, values = map(by_age, zip(*self.stored.read(), strict=True))
         return PromptKV(
             keys,
             values,
@@ -163,7 +173,7 @@ class KeptKV:
         Returns:
             [B, q, Hq, D].
         """
-        lengths = self.blocks[0].stored.pieces(step.first, step.q)
+        lengths = self.stored.pieces(step.first, step.q)
         if len(lengths) == 1:
             return self._attend(call.query, call.key, call.value, step, masked)
         starts = [step.first + n for n in accumulate([0, *lengths[:-1]])]
@@ -179,9 +189,9 @@ class KeptKV:
         R = self.batch * self.heads
         rows = query.reshape(R, Hq // self.heads * q, D)
         key, value = key.detach().flatten(0, 1), value.detach().flatten(0, 1)
-        if (rotation := self.blocks[0].stored.rotation) is not None:
+        if (rotation := self.stored.rotation) is not None:
             rows, key = rows.to(rotation.dtype) @ rotation, key.to(rotation.dtype) @ rotation
-        new = self.blocks[0].stored.new(key, value)
+        new = self.stored.new(key, value)
         inputs = [rows[None], *new]  # rows are their second dimension
         if masked is not None:
             inputs.append(masked.repeat_interleave(self.heads, dim=0)[None])
@@ -193,28 +203,46 @@ class KeptKV:
             split = (x.index_select(1, order).split(sizes, 1) for x in inputs)
             parts = [list(x) for x in zip(*split, strict=True)]
         n = 1 + len(new)
+        self._write([x[1:n] for x in parts], step)
+        widths = [b.width_of(q) for b in self.blocks]
+        pairs = self.stored.pairs(widths, whole=step.softcap is not None)
         out = [
-            block.step(x[0][0], x[1:n], x[n][0] if x[n:] else None, step)
-            for block, x in zip(self.blocks, parts, strict=True)
+            block.attend(x[0][0], *kv, x[n][0] if x[n:] else None, step)
+            for block, kv, x in zip(self.blocks, pairs, parts, strict=True)
         ]
         joined = out[0] if len(out) == 1 else torch.cat(out)
         if inverse is not None:
             joined = joined.index_select(0, inverse)
         return joined.view(B, Hq, q, -1).transpose(1, 2).to(value.dtype)
 
+    def _write(self, new: Sequence[Sequence[Tensor]], step: Step) -> None:
+        """Choose slots for the new tokens of each block, and write their pairs."""
+        slots = [b.append(step) for b in self.blocks]
+        if step.clock is None:
+            self.fit()
+            self.stored.write(new, slots, step.first)
+        else:
+            self.stored.place(new, slots, step.clock.place)
+
+    def fit(self) -> None:
+        """Make room for pairs in all slots of the blocks."""
+        self.stored = self.stored.fitted([b.capacity for b in self.blocks])
+
     def select_rows(self, batch: Tensor) -> KeptKV:
         """Return some sequences of the batch, by index [n]; they may repeat."""
         sequences = batch.cpu().numpy()
         old_rows = (sequences[:, None] * self.heads + np.arange(self.heads)).reshape(-1)
-        blocks = []
+        blocks, indices = [], []
         for block in self.blocks:
             new_rows = np.flatnonzero(np.isin(old_rows, block.row_numbers))
+            chosen = np.searchsorted(block.row_numbers, old_rows[new_rows])
+            indices.append(torch.from_numpy(chosen).to(block.positions.device))
             if len(new_rows):
-                chosen = np.searchsorted(block.row_numbers, old_rows[new_rows])
                 blocks.append(block.select(chosen, new_rows))
         return replace(
             self,
             blocks=blocks,
+            stored=self.stored.select(indices),
             batch=len(sequences),
             sizes=[self.sizes[int(b)] for b in sequences],
             retained=rows_of(self.retained, batch),

@@ -153,17 +153,19 @@ def _check_groups(
 def packed(kept: KeptKV) -> dict[str, Tensor]:
     """Return the tensors of a layer that has read its prompt and not decoded since: `layout`."""
     pieces: dict[str, list[Tensor]] = {}
-    for block in kept.blocks:
-        filled, stored = block.held >= 0, block.stored
+    stored = kept.stored.read() if isinstance(kept.stored, PlainKV) else kept.stored.split()
+    for block, part in zip(kept.blocks, stored, strict=True):
+        filled = block.held >= 0
         slots = {"positions": block.held, "scores": block.scores, "bias": block.log_weights}
-        if isinstance(stored, PlainKV):
-            slots |= {"keys": stored.keys, "values": stored.values}
+        if isinstance(part, QuantizedKV):
+            codes, steps = (
+                x.unflatten(1, filled.shape).permute(1, 2, 0, 3) for x in (part.codes, part.steps)
+            )
+            slots |= {"codes": codes, "steps": steps.flatten(2)}
+            _add(pieces, "exact", part.exact, filled.gather(1, part.exact_slots))
+            pieces.setdefault("mean", []).extend(part.mean)
         else:
-            slots["codes"] = stored.codes.transpose(1, 2)
-            slots["steps"] = stored.steps.mT
-            is_exact = filled.gather(1, stored.exact_slots)
-            _add(pieces, "exact", stored.exact, is_exact)
-            pieces.setdefault("mean", []).extend(stored.mean)
+            slots["keys"], slots["values"] = part
         for name, x in slots.items():
             _add(pieces, name, x, filled)
         pieces.setdefault("counts", []).extend(filled.sum(-1, keepdim=True).int())
@@ -217,29 +219,31 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
     protected = prompt.protected.to(device)[row_of // H, tensors["positions"].long()]
     n_protected = torch.bincount(row_of[protected], minlength=B * H).cpu().numpy()
     names = tensors.keys() & {"positions", "keys", "values", "codes", "steps", "scores", "bias"}
-    blocks: list[PaddedBlock] = []
+    blocks, plain, quantised = list[PaddedBlock](), list[PlainKV](), list[QuantizedKV]()
+    dtype = tensors["keys" if plan.kv_dtype is None else "exact"].dtype
     for rows, schedule, width, capacity in planned(plan, prompt, counts, n_protected, 0, device):
         x = {k: slots.put(tensors[k], rows, capacity, -(k == "positions")) for k in names}
         positions, index = x["positions"].int(), torch.from_numpy(rows).to(device)
         if plan.kv_dtype is None:
-            stored: PlainKV | QuantizedKV = PlainKV.of(x["keys"], x["values"])
+            plain.append(PlainKV.of(x["keys"], x["values"]))
         else:
-            exact_slots = first_slots(positions, width, n_first)
-            exact_pairs = exact.put(tensors["exact"], rows, exact_slots.shape[1])
-            stored = QuantizedKV(
-                x["codes"].transpose(1, 2).contiguous(),
-                x["steps"].mT.contiguous(),
-                exact_pairs,
-                exact_slots,
+            part = QuantizedKV(
+                [positions.shape],
+                x["codes"].flatten(0, 1).transpose(0, 1).contiguous(),
+                x["steps"].flatten(0, 1).unflatten(1, (2, -1)).transpose(0, 1).contiguous(),
+                exact.put(tensors["exact"], rows, n_first),
+                first_slots(positions, n_first),
                 tensors["mean"][index][:, None],
                 bits=BITS[plan.kv_dtype],
                 start=prompt.valid.shape[1],
                 opened=False,
                 reuses=schedule.drops or width == 0,
             )
+            quantised.append(part)
         scores, log_weights = x.get("scores"), x.get("bias")
-        blocks.append(block_of(rows, stored, positions, schedule, scores, log_weights, width))
+        blocks.append(block_of(rows, positions, schedule, dtype, scores, log_weights, width))
     planes = tensors.get("group_index")
     groups = None if planes is None else GroupIndex(planes, prompt.valid.shape[1])
     retained, error = tensors.get("retained"), tensors.get("error")
-    return KeptKV(blocks, B, H, tensors["sizes"].tolist(), retained, error, groups)
+    stored = PlainKV.joined(plain) if plan.kv_dtype is None else QuantizedKV.joined(quantised)
+    return KeptKV(blocks, stored, B, H, tensors["sizes"].tolist(), retained, error, groups)

@@ -1,13 +1,13 @@
-"""Storage of kept pairs: a few rectangular blocks of rows of similar length.
+"""A layer's blocks: which token each slot holds, and attention to the slots.
 
 A row is one key-value head of one sequence; a layer has R = B * H rows. Rows that keep similar
 numbers of tokens share a block [R', S, D]; equal rows make a single block. Each block is one
-attention call, so per-head sizes free memory without a loop over heads.
+attention call, so per-head sizes free memory without a loop over heads. `PlainKV` and
+`QuantizedKV` hold the pairs of all blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -18,9 +18,7 @@ from torch.nn.functional import pad
 
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.kernels import attend, weigh
-from mmkv.cache.plain import PlainKV
-from mmkv.cache.products import mixed
-from mmkv.cache.quantize import QuantizedKV
+from mmkv.cache.products import Coded, mixed
 from mmkv.decode.slots import SlotSchedule, spare
 
 
@@ -56,11 +54,11 @@ class PaddedBlock:
         row_numbers: numbers of these rows among the layer's B * H, ascending, on the host.
         rows: the same as an index: a slice if they are evenly spaced, so that indexing returns a
             view, else int64 [R].
-        stored: keys [R, S, D] and values [R, S, Dv]; S is the capacity, of which the schedule's
-            `width` is in use.
         positions: int32 [R, S], original position of each slot's token, -1 if empty; if decoding
-            drops no token, also the positions of tokens to come, which `held` leaves out.
+            drops no token, also the positions of tokens to come, which `held` leaves out. S is the
+            capacity, of which the schedule's `width` is in use.
         schedule: chooses the slot of each new token.
+        dtype: the model's type, which `bias` has.
         scores: float32 [R, S], the importance of the prompt's tokens, which the next turn updates;
             0 for generated tokens. None if no turn reads scores of earlier ones.
         log_weights: float16 [R, S], the logarithm of each slot's weight, which `bias` includes;
@@ -72,9 +70,9 @@ class PaddedBlock:
 
     row_numbers: np.ndarray
     rows: slice | Tensor = field(init=False)
-    stored: PlainKV | QuantizedKV
     positions: Tensor
     schedule: SlotSchedule
+    dtype: torch.dtype
     scores: Tensor | None = None
     log_weights: Tensor | None = None
     bias: Tensor | None = None
@@ -119,7 +117,7 @@ class PaddedBlock:
     def _slot_bias(self) -> Tensor:
         """Return the bias [R, 1, S]: -inf for empty slots, else the logarithm of the weight."""
         empty = (self.held if self.positions_ahead[0] else self.positions)[:, None] < 0
-        bias = torch.zeros(empty.shape, dtype=self.stored.dtype, device=empty.device)
+        bias = torch.zeros(empty.shape, dtype=self.dtype, device=empty.device)
         if self.log_weights is not None:
             bias += self.log_weights[:, None]
         return bias.masked_fill_(empty, -torch.inf)
@@ -127,23 +125,17 @@ class PaddedBlock:
     @property
     def fits(self) -> bool:
         """Whether a graph can replay the next step: the block is frozen and has a slot for it."""
-        return self.frozen and self.schedule.width <= self.positions.shape[1]
+        return self.frozen and self.schedule.width <= self.capacity
+
+    @property
+    def capacity(self) -> int:
+        """S."""
+        return self.positions.shape[1]
 
     @property
     def accumulators(self) -> list[Tensor]:
         """Tensors whose new values depend on the old ones: to repeat a step, restore them first."""
         return []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the storages of keys, values and weights, empty slots included."""
-        weights = self.log_weights
-        return self.stored.nbytes + (0 if weights is None else weights.untyped_storage().nbytes())
-
-    def nbytes_of(self, slots: int) -> int:
-        """Return the bytes of the block with so many slots."""
-        weight_bytes = 0 if self.log_weights is None else self.log_weights.element_size()
-        return len(self.positions) * (self.stored.nbytes_of(slots) + slots * weight_bytes)
 
     @property
     def held(self) -> Tensor:
@@ -160,27 +152,38 @@ class PaddedBlock:
         kept = self.positions.gather(1, inside).masked_fill((slots[:, None] == inside), -1)
         return self.positions.scatter(1, inside, kept)
 
-    def step(
-        self, query: Tensor, new: Sequence[Tensor], masked: Tensor | None, step: Step
+    def append(self, step: Step) -> int | Tensor:
+        """Return the first of q slots that new tokens take in all rows, or one token's int64 [R].
+
+        This puts the tokens into these slots; their pairs have to be written.
+        """
+        if step.clock is None:
+            return self._append(step.q, step.first)
+        slots = self.schedule.slots_at(step.clock.row)
+        self._fill(slots, step.clock.position)
+        return slots
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor | Coded,
+        values: Tensor | Coded,
+        masked: Tensor | None,
+        step: Step,
     ) -> Tensor:
-        """Write the pairs of q new tokens into their slots, attend to all slots, count the step.
+        """Attend from the q appended tokens to the slots in use, causal among them; count the step.
 
         Args:
             query: [R, G * q, D].
-            new: the result of `stored.new`.
+            keys, values: of the slots in use, `width_of`.
             masked: bool [R, T], True at positions that the attention mask hides; None: none.
             step: the step.
 
         Returns:
             [R, G * q, Dv].
         """
-        if step.clock is None:
-            self.append(new, step.q, step.first)
-        else:
-            slots = self.schedule.slots_at(step.clock.row)
-            self.stored.place(new, slots, step.clock.place)
-            self._fill(slots, step.clock.position)
-        out = self._attend(query, step, masked)
+        visible = self._visible(query, step, self.width_of(step.q), masked)
+        out = self._attend(query, keys, values, visible, step)
         self._advance(step)
         return out
 
@@ -189,8 +192,8 @@ class PaddedBlock:
         self.schedule.now = None
         self.schedule.advance(step.q)
 
-    def append(self, new: Sequence[Tensor], q: int, position: int) -> None:
-        """Write the pairs of q new tokens, the first at `position`, into their slots."""
+    def _append(self, q: int, position: int) -> int | Tensor:
+        """Put q new tokens, the first at `position`, into slots; return them as `append` does."""
         device = self.positions.device
         if self.frozen:
             self.thaw()
@@ -198,9 +201,8 @@ class PaddedBlock:
             self.schedule.look_up(device)
         assert self.schedule.now is not None
         slots, width = self.schedule.now
-        if (width := width + q - 1) > self.stored.slots:
+        if (width := width + q - 1) > self.capacity:
             self._ensure(width, spare(width, position + q))
-        self.stored.write(new, slots, position)
         if not isinstance(slots, int):
             self._fill(slots, position)
         elif self.schedule.drops:
@@ -216,6 +218,7 @@ class PaddedBlock:
             end, offset = self.positions.shape[1], position - slots
             self.positions[:, slots:] = torch.arange(position, end + offset, device=device)
             self.positions_ahead = end, offset
+        return slots
 
     def _fill(self, slots: Tensor, position: int | Tensor) -> None:
         """Put one token into each row's slot [R or 1]."""
@@ -236,17 +239,21 @@ class PaddedBlock:
         """Tensors [R, S] in which a new token's slot is set to 0, as a dropped token had it."""
         return [self.log_weights] if self.log_weights is not None and self.schedule.drops else []
 
-    def _attend(self, query: Tensor, step: Step, masked: Tensor | None) -> Tensor:
-        """Attend from q new tokens, already appended, to the slots in use; causal among the new."""
-        width = self._width(step.q)
-        visible = self._visible(query, step, width, masked)
-        keys, values = self.stored.pairs(width, whole=step.softcap is not None)
+    def _attend(
+        self,
+        query: Tensor,
+        keys: Tensor | Coded,
+        values: Tensor | Coded,
+        visible: Tensor | None,
+        step: Step,
+    ) -> Tensor:
+        """Attend to `visible` slots, see the function `attend`."""
         return attend(query, keys, values, visible, step.scale, step.softcap)
 
-    def _width(self, q: int) -> int:
+    def width_of(self, q: int) -> int:
         """Return how many slots a step of q tokens attends to, theirs included."""
         if self.frozen:
-            return self.stored.slots
+            return self.capacity
         assert self.schedule.now is not None
         return self.schedule.now[1] + q - 1
 
@@ -284,7 +291,6 @@ class PaddedBlock:
         return replace(
             self,
             row_numbers=rows,
-            stored=self.stored.index_select(index),
             positions=self.positions[index],
             schedule=self.schedule.select(chosen),
             scores=of(self.scores),
@@ -294,14 +300,13 @@ class PaddedBlock:
 
     def _ensure(self, width: int, n_reserved: int = 0) -> None:
         """Grow to at least `width` slots; if it has to grow, then for `n_reserved` more tokens."""
-        if width <= self.stored.slots:
+        if width <= self.capacity:
             return
         steps = width - self.schedule.width + 1 + n_reserved
-        self._grow(max(width, self.schedule.most(steps)) - self.stored.slots)
+        self._grow(max(width, self.schedule.most(steps)) - self.capacity)
 
     def _grow(self, n_new: int) -> None:
         """Add empty slots to all tensors."""
-        self.stored = self.stored.grown(n_new)
         self.positions = pad(self.positions, (0, n_new), value=-1)
         if self.scores is not None:
             self.scores = pad(self.scores, (0, n_new))
@@ -342,14 +347,19 @@ class AccumulatingBlock(PaddedBlock):
         self.schedule.drop(self.accumulated, self.positions, step.position)
         super()._advance(step)
 
-    def _attend(self, query: Tensor, step: Step, masked: Tensor | None) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        keys: Tensor | Coded,
+        values: Tensor | Coded,
+        visible: Tensor | None,
+        step: Step,
+    ) -> Tensor:
         """Attend as other blocks do, and add the attention that each slot gets to its score."""
-        width = self._width(step.q)
-        visible = self._visible(query, step, width, masked)
+        width = self.width_of(step.q)
         if self.weights is None or self.weights.shape[2] != width:
             self.weights = torch.empty(*query.shape[:2], width, device=query.device)
         weights, (R, G, _) = self.weights, query.shape
-        keys, values = self.stored.pairs(width, whole=step.softcap is not None)
         with torch.no_grad():
             weigh(query, keys, visible, weights, step.scale, step.softcap)
         mean = weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
@@ -367,9 +377,9 @@ class AccumulatingBlock(PaddedBlock):
 
 def block_of(
     row_numbers: np.ndarray,
-    stored: PlainKV | QuantizedKV,
     positions: Tensor,
     schedule: SlotSchedule,
+    dtype: torch.dtype,
     scores: Tensor | None,
     log_weights: Tensor | None,
     width: int,
@@ -379,6 +389,6 @@ def block_of(
         assert scores is not None
         scores = scores.masked_fill(positions < 0, torch.inf)
     kind = AccumulatingBlock if schedule.needs_decode_attention else PaddedBlock
-    block = kind(row_numbers, stored, positions, schedule, scores, log_weights)
+    block = kind(row_numbers, positions, schedule, dtype, scores, log_weights)
     block.set_bias(width)
     return block

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,86 +11,96 @@ from torch.nn.functional import pad
 
 
 class PlainKV:
-    """The pairs of R rows in S slots, in the model's type; what is done to `QuantizedKV` too.
+    """The pairs of a layer's blocks in the model's type; what is done to `QuantizedKV` too.
+
+    A block has R rows of S slots.
 
     Attributes:
-        stores: one tensor [2, R, S, D] of keys and values, so that a step writes once; two of
-            [1, R, S, D] and [1, R, S, Dv] if they differ in size or type.
-        keys, values: [R, S, D] and [R, S, Dv], views of these.
+        blocks: of each block one tensor [2, R, S, D] of keys and values, so that a step writes
+            once; two of [1, R, S, D] and [1, R, S, Dv] if they differ in size or type.
     """
 
     rotation = None
 
-    def __init__(self, *stores: Tensor) -> None:
-        self.stores = stores
-        self.keys, self.values = (x for store in stores for x in store)
-        self.rows = torch.arange(len(self.keys), device=self.keys.device)
+    def __init__(self, blocks: Sequence[Sequence[Tensor]]) -> None:
+        self.blocks = blocks
+        pairs = [[x for store in stores for x in store] for stores in blocks]
+        # Keys [R, S, D] and values [R, S, Dv] of each block: views.
+        self._pairs = [(keys, values) for keys, values in pairs]
+        self._rows = [torch.arange(len(keys), device=keys.device) for keys, _ in self._pairs]
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor) -> PlainKV:
-        """Hold keys [R, S, D] and values [R, S, Dv]."""
+    def of(cls, keys: Tensor, values: Tensor) -> Self:
+        """Hold one block: keys [R, S, D] and values [R, S, Dv]."""
         if keys.shape == values.shape and keys.dtype == values.dtype:
-            return cls(torch.stack([keys, values]))
-        return cls(keys[None], values[None])
+            return cls([[torch.stack([keys, values])]])
+        return cls([[keys[None], values[None]]])
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Hold the blocks of all parts."""
+        return cls([stores for part in parts for stores in part.blocks])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlainKV:
-        """Return a copy whose keys and values are views of its own stores."""
-        return PlainKV(*(x.clone() for x in self.stores))
+        """Return a copy whose keys and values are views of its own tensors."""
+        return PlainKV([[x.clone() for x in stores] for stores in self.blocks])
 
     @property
     def dtype(self) -> torch.dtype:
         """The model's type."""
-        return self.keys.dtype
-
-    @property
-    def slots(self) -> int:
-        """S."""
-        return self.keys.shape[1]
+        return self._pairs[0][0].dtype
 
     @property
     def nbytes(self) -> int:
         """Bytes of the storages."""
-        return sum(x.untyped_storage().nbytes() for x in self.stores)
+        return sum(x.untyped_storage().nbytes() for stores in self.blocks for x in stores)
 
     @property
     def full_pair_bytes(self) -> int:
         """Bytes of a pair."""
-        return sum(x.shape[-1] * x.element_size() for x in (self.keys, self.values))
+        return sum(x.shape[-1] * x.element_size() for x in self._pairs[0])
 
-    def nbytes_of(self, slots: int) -> int:
-        """Return the bytes of a row with so many slots."""
-        return slots * self.full_pair_bytes
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.full_pair_bytes
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values."""
-        return self.keys, self.values
+    def read(self) -> list[tuple[Tensor, Tensor]]:
+        """Return all keys and values of each block."""
+        return self._pairs
 
-    def pairs(self, width: int, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the first `width` slots."""
-        if width == self.slots:
-            return self.keys, self.values
-        return self.keys[:, :width], self.values[:, :width]
+    def pairs(self, widths: Sequence[int], *, whole: bool) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values of the first slots of each block, so many as `widths` says."""
+        return [
+            (keys, values) if width == keys.shape[1] else (keys[:, :width], values[:, :width])
+            for (keys, values), width in zip(self._pairs, widths, strict=True)
+        ]
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return that all q tokens are written at once."""
         return [q]
 
     def new(self, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Return new pairs, keys [R, q, D] and values [R, q, Dv], as `stores` has them."""
-        return [torch.stack([key, value])] if len(self.stores) == 1 else [key[None], value[None]]
+        """Return new pairs, keys [R, q, D] and values [R, q, Dv], as a block has them."""
+        one_tensor = len(self.blocks[0]) == 1
+        return [torch.stack([key, value])] if one_tensor else [key[None], value[None]]
 
-    def write(self, new: Sequence[Tensor], slots: int | Tensor, position: int) -> None:
-        """Write the pairs of q `new` tokens to the slots from `slots` on, or one to its."""
-        if isinstance(slots, int):
-            for store, x in zip(self.stores, new, strict=True):
-                store[:, :, slots : slots + x.shape[2]] = x
-        else:
-            self.place(new, slots, slots)
+    def write(
+        self, new: Sequence[Sequence[Tensor]], slots: Sequence[int | Tensor], position: int
+    ) -> None:
+        """Write each block's q `new` tokens to the slots from its of `slots` on, or one to its."""
+        for stores, rows, pairs, slot in zip(self.blocks, self._rows, new, slots, strict=True):
+            for store, x in zip(stores, pairs, strict=True):
+                if isinstance(slot, int):
+                    store[:, :, slot : slot + x.shape[2]] = x
+                else:
+                    store[:, rows, slot] = x[:, :, 0]
 
-    def place(self, new: Sequence[Tensor], slots: Tensor, place: Tensor) -> None:
-        """Write the pair of one `new` token into each row's slot [R or 1]."""
-        for store, x in zip(self.stores, new, strict=True):
-            store[:, self.rows, slots] = x[:, :, 0]
+    def place(
+        self, new: Sequence[Sequence[Tensor]], slots: Sequence[Tensor], place: Tensor
+    ) -> None:
+        """Write each block's one `new` token into each row's slot [R or 1], in a replayed step."""
+        self.write(new, slots, 0)
 
     def make_room(self, position: int) -> None:
         """Do nothing: a token's slot is there."""
@@ -99,10 +109,22 @@ class PlainKV:
         """Return 0: there is no window."""
         return 0
 
-    def index_select(self, rows: Tensor) -> PlainKV:
-        """Return a copy of the rows, which may repeat."""
-        return PlainKV(*(x.index_select(1, rows) for x in self.stores))
+    def select(self, rows: Sequence[Tensor]) -> PlainKV:
+        """Return a copy of some rows of each block, which may repeat; a block without is left out.
 
-    def grown(self, n_new: int) -> PlainKV:
-        """Return the same pairs with `n_new` empty slots after them, in new storage."""
-        return PlainKV(*(pad(x, (0, 0, 0, n_new)) for x in self.stores))
+        `rows` are int64 [n] for each block.
+        """
+        chosen = zip(self.blocks, rows, strict=True)
+        return PlainKV([[x.index_select(1, i) for x in stores] for stores, i in chosen if len(i)])
+
+    def fitted(self, capacities: list[int]) -> PlainKV:
+        """Return the same pairs with so many slots in each block, in new storage if it is more."""
+        missing = [n - keys.shape[1] for n, (keys, _) in zip(capacities, self._pairs, strict=True)]
+        if not any(missing):
+            return self
+        return PlainKV(
+            [
+                [pad(x, (0, 0, 0, n)) for x in stores] if n else stores
+                for stores, n in zip(self.blocks, missing, strict=True)
+            ]
+        )

@@ -9,6 +9,8 @@ at least the newest `NEWEST` are exact, as in KIVI (arXiv 2402.02750).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -17,9 +19,9 @@ from torch.nn.functional import pad
 from mmkv.cache.codes import quantised, rotation
 from mmkv.cache.products import Coded
 
-# On a CPU a block of at most so many numbers, keys and values, is converted to floats before it is
+# On a CPU a layer of at most so many numbers, keys and values, is converted to floats before it is
 # attended to, which takes fewer operations than multiplying codes.
-_FEW = 2**19
+_FEW = 3 * 2**18
 
 # Generated tokens that are always exact, that are written as codes at once, and both together.
 NEWEST, BULK = 32, 16
@@ -27,19 +29,23 @@ WINDOW = NEWEST + BULK
 
 
 class QuantizedKV:
-    """The pairs of R rows in S slots, in 8 or 4 bits; a few are exact.
+    """The pairs of a layer's blocks, in 8 or 4 bits; a few are exact.
 
-    A pair is a key, rotated and minus the row's mean, and a value: twice N numbers, N the larger of
-    D and Dv. A file needs the five tensors, `start` and `opened`; the wrap gives the rest.
+    A block has R' rows of S slots; rows and slots of all blocks lie one after the other, R rows and
+    n slots in all. A pair is a key, rotated and minus the row's mean, and a value: twice N numbers,
+    N the larger of D and Dv. A file needs the five tensors, `start` and `opened`; the wrap gives
+    the rest.
 
     Attributes:
-        codes: int8 [R, P, S, N], as `quantised` returns them.
-        steps: float16 [R, 2 G, S], of a key's G groups, then of a value's; 0 in an empty and in an
+        shapes: R' and S of each block.
+        codes: int8 [P, n, N], as `quantised` returns them.
+        steps: float16 [2, n, G], of the G groups of keys and of values; 0 in an empty and in an
             exact slot, whose codes so stand for zeros.
         exact: [R, X, 2, N] in the model's type, the exact pairs: `WINDOW` places for generated
             tokens, if there is a window, and after them the row's first tokens. A place without
             a token of its own holds zeros.
-        exact_slots: int64 [R, X], the slot of each place, to which its pair is added.
+        exact_slots: int64 [R, X], the slot of each place, to which its pair is added; rows count
+            their own slots.
         mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider.
         sizes: D and Dv; None: N both.
         start: the position of the token that enters the window at its place 0.
@@ -49,6 +55,7 @@ class QuantizedKV:
 
     def __init__(
         self,
+        shapes: Sequence[tuple[int, int]],
         codes: Tensor,
         steps: Tensor,
         exact: Tensor,
@@ -61,11 +68,12 @@ class QuantizedKV:
         reuses: bool,
         sizes: tuple[int, int] | None = None,
     ) -> None:
-        self.codes, self.steps, self.exact = codes, steps, exact
+        self.shapes, self.codes, self.steps, self.exact = shapes, codes, steps, exact
         self.exact_slots, self.mean = exact_slots, mean
         self.bits, self.start, self.opened, self.reuses = bits, start, opened, reuses
         self.sizes = sizes or (mean.shape[-1], mean.shape[-1])
-        self.rows = torch.arange(len(codes), device=codes.device)[:, None]
+        self._n_rows, self._n_slots = [R for R, _ in shapes], [R * S for R, S in shapes]
+        self._capacities = [S for _, S in shapes]
 
     @classmethod
     def of(
@@ -81,7 +89,7 @@ class QuantizedKV:
         reuses: bool,
         mean: Tensor | None = None,
     ) -> QuantizedKV:
-        """Quantise the pairs [R, S, D] and [R, S, Dv] in slots that are `filled`, bool [R, S].
+        """Quantise a block's pairs [R, S, D] and [R, S, Dv] in slots `filled`, bool [R, S].
 
         Pairs at `exact_slots` stay exact. `mean` [R, 1, N] is that of rows that were quantised
         before; None, and NaN for a row, takes the mean of these keys without the exact ones. Other
@@ -96,7 +104,7 @@ class QuantizedKV:
         mean = own_mean if mean is None else torch.where(mean.isnan(), own_mean, mean)
         pairs = _pairs(keys.sub_(mean), values)
         codes, steps = quantised(pairs, bits)
-        steps = steps.mT.contiguous().masked_fill_(~coded[:, None], 0.0)
+        steps.masked_fill_(~coded[..., None], 0.0)
         exact = pairs.take_along_dim(exact_slots[..., None, None], dim=1).to(values.dtype)
         own = filled.gather(1, exact_slots)
         if opened:
@@ -104,8 +112,9 @@ class QuantizedKV:
             own[:, :WINDOW] &= (newest != first).all(-1)
         exact.masked_fill_(~own[..., None, None], 0.0)
         return cls(
-            codes,
-            steps,
+            [(keys.shape[0], keys.shape[1])],
+            codes.flatten(1, 2),
+            steps.flatten(1, 2),
             exact,
             exact_slots,
             mean,
@@ -116,35 +125,63 @@ class QuantizedKV:
             sizes=sizes,
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[QuantizedKV]) -> QuantizedKV:
+        """Hold the blocks of all parts, in new storage if there are several."""
+        if len(parts) == 1:
+            return parts[0]
+        codes, steps, *others = zip(*(x._tensors for x in parts), strict=True)
+        return parts[0]._with(
+            [shape for x in parts for shape in x.shapes],
+            torch.cat(codes, dim=1),
+            torch.cat(steps, dim=1),
+            *map(torch.cat, others),
+            reuses=any(x.reuses for x in parts),
+        )
+
+    def split(self) -> list[QuantizedKV]:
+        """Return each block alone, as views."""
+        by_slot = (x.split(self._n_slots, dim=1) for x in (self.codes, self.steps))
+        by_row = (x.split(self._n_rows) for x in self._tensors[2:])
+        return [
+            self._with([shape], *tensors)
+            for shape, *tensors in zip(self.shapes, *by_slot, *by_row, strict=True)
+        ]
+
     @property
     def dtype(self) -> torch.dtype:
         """The model's type, of the pairs that are held exactly and of those that are read."""
         return self.exact.dtype
 
     @property
-    def slots(self) -> int:
-        """S."""
-        return self.codes.shape[2]
-
-    @property
     def rotation(self) -> Tensor:
         """What keys were, and queries are to be, multiplied by: [D, N], in the type of `mean`."""
         return rotation(*self.sizes, self.mean.dtype, self.mean.device)
+
+    @cached_property
+    def _first(self) -> Tensor:
+        """The number of each row's first slot among all n: int64 [R, 1]."""
+        starts, device = accumulate([0, *self._n_slots[:-1]]), self.codes.device
+        blocks = zip(starts, self.shapes, strict=True)
+        return torch.cat([torch.arange(a, a + R * S, S, device=device) for a, (R, S) in blocks])[
+            :, None
+        ]
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.steps, self.exact, self.exact_slots, self.mean
 
-    def _with(self, codes: Tensor, steps: Tensor, *others: Tensor) -> QuantizedKV:
-        """Return a copy with other tensors, in the order of `_tensors`."""
+    def _with(
+        self, shapes: Sequence[tuple[int, int]], *tensors: Tensor, reuses: bool | None = None
+    ) -> QuantizedKV:
+        """Return a copy with other shapes and tensors, in the order of `_tensors`."""
         return QuantizedKV(
-            codes,
-            steps,
-            *others,
+            shapes,
+            *tensors,
             bits=self.bits,
             start=self.start,
             opened=self.opened,
-            reuses=self.reuses,
+            reuses=self.reuses if reuses is None else reuses,
             sizes=self.sizes,
         )
 
@@ -153,55 +190,70 @@ class QuantizedKV:
         """Bytes of the storages of codes, steps, exact pairs and means."""
         return sum(x.untyped_storage().nbytes() for x in self._tensors)
 
-    def nbytes_of(self, slots: int) -> int:
-        """Return the bytes of a row with so many slots and a window."""
-        n_exact = self.exact.shape[1] + (0 if self.opened else WINDOW)
-        per_slot = _row_bytes(self.codes[:, :, :1]) + _row_bytes(self.steps[..., :1])
-        per_exact = _row_bytes(self.exact[:, :1]) + _row_bytes(self.exact_slots[:, :1])
-        return slots * per_slot + n_exact * per_exact + _row_bytes(self.mean)
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: its codes and steps."""
+        return sum(x[:, 0].numel() * x.element_size() for x in (self.codes, self.steps))
 
     @property
     def full_pair_bytes(self) -> int:
         """Bytes of a pair in the model's type."""
         return sum(self.sizes) * self.exact.element_size()
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Return all keys [R, S, D] and values [R, S, Dv] in the model's type, in new storage."""
-        keys, values = self._numbers(self.slots, whole=True)
-        return (keys @ self.rotation.mT).to(self.dtype), values.to(self.dtype)
+    def read(self) -> list[tuple[Tensor, Tensor]]:
+        """Return all keys [R', S, D] and values [R', S, Dv] of each block, in the model's type."""
+        pairs = self._numbers(self._capacities, whole=True)
+        matrix = self.rotation.mT
+        return [((keys @ matrix).to(self.dtype), values.to(self.dtype)) for keys, values in pairs]
 
-    def pairs(self, width: int, *, whole: bool) -> tuple[Tensor, Tensor] | tuple[Coded, Coded]:
-        """Return the rotated keys and the values of the first `width` slots.
+    def pairs(
+        self, widths: Sequence[int], *, whole: bool
+    ) -> Sequence[tuple[Tensor, Tensor] | tuple[Coded, Coded]]:
+        """Return rotated keys and values of the first slots of each block, `widths` so many.
 
-        These are tensors in the type of `mean` if they are few and on a CPU, else codes. With
+        These are tensors in the type of `mean` if all slots are few and on a CPU, else codes. With
         `whole` the mean is added to the keys.
         """
-        few = 2 * len(self.codes) * width * self.codes.shape[-1] <= _FEW
+        few = 2 * self.steps.shape[1] * self.codes.shape[-1] <= _FEW
         if few and self.codes.device.type == "cpu":
-            return self._numbers(width, whole=whole)
-        of_key, of_value = (None, None) if self.bits == 8 else ("low", "high")
-        codes = self.codes.narrow(2, 0, width).unbind(1)
-        key_steps, steps = self.steps.narrow(2, 0, width).to(self.mean.dtype).chunk(2, dim=1)
+            return self._numbers(widths, whole=whole)
+        return [
+            part._coded(width, whole=whole)
+            for part, width in zip(self.split(), widths, strict=True)
+        ]
+
+    def _coded(self, width: int, *, whole: bool) -> tuple[Coded, Coded]:
+        """Return the result of `pairs` for one block, as codes."""
+        shape = self.shapes[0]
+        codes, steps = (x.unflatten(1, shape)[:, :, :width] for x in (self.codes, self.steps))
+        key_steps, steps = steps.mT.to(self.mean.dtype)
         exact_keys, exact = self.exact.to(self.mean.dtype).unbind(2)
         slots, mean = self.exact_slots[:, None], self.mean if whole else None
+        of_key, of_value = (None, None) if self.bits == 8 else ("low", "high")
         keys = Coded(codes[0], of_key, key_steps, exact_keys, slots, mean)
         return keys, Coded(codes[-1], of_value, steps, exact, slots, None, self.sizes[1])
 
-    def _numbers(self, width: int, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """Return the result of `pairs` as tensors [R, width, N] and [R, width, Dv]."""
-        codes, steps = self.codes.narrow(2, 0, width), self.steps.narrow(2, 0, width)
+    def _numbers(self, widths: Sequence[int], *, whole: bool) -> list[tuple[Tensor, Tensor]]:
+        """Return the result of `pairs` as tensors [R', width, N] and [R', width, Dv]."""
+        codes = self.codes
         if self.bits == 4:
-            codes = torch.cat([codes << 4, codes & -16], dim=1)
-        numbers = codes.to(self.mean.dtype)
-        R, N, G = len(codes), codes.shape[-1], steps.shape[1] // 2
-        numbers.view(R, 2, width, G, N // G).mul_(steps.view(R, 2, G, width).mT[..., None])
+            codes = torch.cat([codes << 4, codes & -16])
+        numbers, (_, n, G) = codes.to(self.mean.dtype), self.steps.shape
+        numbers.view(2, n, G, -1).mul_(self.steps[..., None])
         # An unused place of the window adds zeros to an exact pair.
-        at, exact = (self.rows, self.exact_slots), self.exact.to(numbers.dtype)
-        numbers.transpose(1, 2).index_put_(at, exact, accumulate=True)
-        keys, values = numbers.unbind(1)
+        at, exact = self._first + self.exact_slots, self.exact.to(numbers.dtype)
+        numbers.transpose(0, 1).index_put_((at,), exact, accumulate=True)
+        blocks = list[tuple[Tensor, Tensor]]()
+        parts = zip(numbers.split_with_sizes(self._n_slots, 1), self.shapes, widths, strict=True)
+        for x, (R, S), width in parts:
+            keys, values = x.view(2, R, S, -1).narrow(2, 0, width).unbind()
+            if self.sizes[1] < self.sizes[0]:
+                values = values[..., : self.sizes[1]]
+            blocks.append((keys, values))
         if whole:
-            keys += self.mean
-        return keys, values[..., : self.sizes[1]]
+            for (keys, _), mean in zip(blocks, self.mean.split(self._n_rows), strict=True):
+                keys += mean
+        return blocks
 
     def pieces(self, position: int, q: int) -> list[int]:
         """Return the lengths of the parts in which to write q tokens from `position` on."""
@@ -213,40 +265,56 @@ class QuantizedKV:
         """Return rotated keys [R, q, N] and values [R, q, Dv] side by side: one [1, R, q, 2, N]."""
         return [_pairs(key, value)[None]]
 
-    def write(self, new: Sequence[Tensor], slots: int | Tensor, position: int) -> None:
+    def write(
+        self, new: Sequence[Sequence[Tensor]], slots: Sequence[int | Tensor], position: int
+    ) -> None:
         """Put the pairs of q new tokens, one of `pieces`, into the window; the first at `position`.
 
-        `new` is the result of the method `new`, from whose keys this subtracts the mean in place.
-        `slots` is the first of q slots that all rows use, or int64 [R] for one token.
+        `new` is of each block what the method `new` returned for its rows. `slots` are for each
+        block the first of q slots that all its rows use, or int64 [R' or 1] for one token.
         """
         self.make_room(position)
         pairs, place = self._centred(new), self.place_of(position)
         q = pairs.shape[1]
-        for i in range(q) if self.reuses else ():
-            pairs[:, i : i + 1] = self._replace(pairs[:, i : i + 1], slots + i)
+        places = self.exact_slots[:, place : place + q]
+        if self.reuses:
+            of_pairs = torch.empty_like(places)
+            self._fill(of_pairs, slots)
+            for i in range(q):
+                pairs[:, i : i + 1] = self._replace(pairs[:, i : i + 1], of_pairs[:, i : i + 1])
         self.exact[:, place : place + q] = pairs
-        of_pairs = self.exact_slots[:, place : place + q]
-        if not isinstance(slots, int):
-            of_pairs.copy_(slots[:, None])
-        elif q == 1:
-            of_pairs.fill_(slots)
-        else:
-            of_pairs.copy_(torch.arange(slots, slots + q, device=pairs.device))
+        self._fill(places, slots)
 
-    def place(self, new: Sequence[Tensor], slots: Tensor, place: Tensor) -> None:
+    def _fill(self, places: Tensor, slots: Sequence[int | Tensor]) -> None:
+        """Write the slots of `write` into places int64 [R, q]."""
+        q, blocks = places.shape[1], places.split_with_sizes(self._n_rows)
+        for block, slot in zip(blocks, slots, strict=True):
+            if not isinstance(slot, int):
+                block.copy_(slot[:, None])
+            elif q == 1:
+                block.fill_(slot)
+            else:
+                block.copy_(torch.arange(slot, slot + q, device=block.device))
+
+    def place(
+        self, new: Sequence[Sequence[Tensor]], slots: Sequence[Tensor], place: Tensor
+    ) -> None:
         """Put one token's pair at a place [1] of the window, in a replayed step.
 
-        The host has called `make_room`; slots are int64 [R or 1].
+        The host has called `make_room`; other arguments are those of `write`.
         """
         pairs = self._centred(new)
+        of_pairs = self.exact_slots.new_empty(len(pairs), 1)
+        self._fill(of_pairs, slots)
         if self.reuses:
-            pairs = self._replace(pairs, slots)
+            pairs = self._replace(pairs, of_pairs)
         self.exact.index_copy_(1, place, pairs.to(self.dtype))
-        self.exact_slots.index_copy_(1, place, slots[:, None].expand(len(pairs), 1))
+        self.exact_slots.index_copy_(1, place, of_pairs)
 
-    def _centred(self, new: Sequence[Tensor]) -> Tensor:
-        """Subtract the mean from the keys of new pairs, in place; return the pairs [R, q, 2, N]."""
-        pairs = new[0][0]
+    def _centred(self, new: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Return the new pairs of all blocks, the mean subtracted from keys: [R, q, 2, N]."""
+        blocks = [x[0] for (x,) in new]
+        pairs = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
         pairs[:, :, 0].sub_(self.mean)
         return pairs
 
@@ -254,18 +322,13 @@ class QuantizedKV:
         """Return the place in the window of the token at `position`."""
         return (position - self.start) % WINDOW
 
-    def _replace(self, pairs: Tensor, slots: int | Tensor) -> Tensor:
-        """Drop what these slots held, for new pairs [R, 1, 2, N]; return these for the window.
+    def _replace(self, pairs: Tensor, slots: Tensor) -> Tensor:
+        """Drop what slots [R, 1] held, for new pairs [R, 1, 2, N]; return these for the window.
 
         The place of a first token takes the pair that takes its slot, and the window gets zeros.
         """
-        if isinstance(slots, int):
-            self.steps[..., slots] = 0.0
-            same = self.exact_slots == slots
-        else:
-            at = slots[:, None, None].expand(*self.steps.shape[:2], 1)
-            self.steps.scatter_(2, at, 0.0)
-            same = self.exact_slots == slots[:, None]
+        self.steps.index_fill_(1, (self._first + slots).flatten(), 0.0)
+        same = self.exact_slots == slots
         newest, first = same[:, :WINDOW], same[:, WINDOW:]
         self.exact[:, :WINDOW].masked_fill_(newest[..., None, None], 0.0)
         # A slot that stays exact, as zeros are written there when the window is full.
@@ -290,24 +353,44 @@ class QuantizedKV:
         if n_written < WINDOW or n_written % BULK:
             return
         at = slice(n_written % WINDOW, n_written % WINDOW + BULK)
-        slots, pairs = self.exact_slots[:, at].clone(), self.exact[:, at].to(self.mean.dtype)
-        codes, steps = quantised(pairs, self.bits)
-        self.codes[self.rows, :, slots] = codes.transpose(1, 2)
-        self.steps[self.rows, :, slots] = steps
+        slots, pairs = self._first + self.exact_slots[:, at], self.exact[:, at]
+        codes, steps = quantised(pairs.to(self.mean.dtype), self.bits)
+        self.codes[:, slots], self.steps[:, slots] = codes, steps
         self.exact[:, at], self.exact_slots[:, at] = 0.0, self.exact_slots[:, -1:]
 
-    def index_select(self, rows: Tensor) -> QuantizedKV:
-        """Return a copy of the rows, which may repeat, as stored."""
-        return self._with(*(x.index_select(0, rows) for x in self._tensors))
+    def select(self, rows: Sequence[Tensor]) -> QuantizedKV:
+        """Return a copy of some rows of each block, which may repeat; a block without is left out.
 
-    def grown(self, n_new: int) -> QuantizedKV:
-        """Return the same pairs with `n_new` empty slots after them, in new storage."""
-        codes, steps = pad(self.codes, (0, 0, 0, n_new)), pad(self.steps, (0, n_new))
-        return self._with(codes, steps, *self._tensors[2:])
+        `rows` are int64 [n] for each block.
+        """
+        parts = zip(self.split(), rows, strict=True)
+        return self.joined([part._chosen(i) for part, i in parts if len(i)])
 
+    def _chosen(self, rows: Tensor) -> QuantizedKV:
+        """Return a copy of some rows of one block."""
+        (shape,) = self.shapes
+        codes, steps = (
+            x.unflatten(1, shape).index_select(1, rows).flatten(1, 2)
+            for x in (self.codes, self.steps)
+        )
+        others = (x.index_select(0, rows) for x in self._tensors[2:])
+        return self._with([(len(rows), shape[1])], codes, steps, *others)
 
-def _row_bytes(x: Tensor) -> int:
-    return x[0].numel() * x.element_size()
+    def fitted(self, capacities: list[int]) -> QuantizedKV:
+        """Return the same pairs with so many slots in each block, in new storage if it is more."""
+        if capacities == self._capacities:
+            return self
+        parts = zip(self.split(), capacities, strict=True)
+        return self.joined([part._grown(n) for part, n in parts])
+
+    def _grown(self, capacity: int) -> QuantizedKV:
+        """Return one block with so many slots, new ones empty."""
+        ((R, S),) = self.shapes
+        codes, steps = (
+            pad(x.unflatten(1, (R, S)), (0, 0, 0, capacity - S)).flatten(1, 2)
+            for x in (self.codes, self.steps)
+        )
+        return self._with([(R, capacity)], codes, steps, *self._tensors[2:])
 
 
 def _pairs(keys: Tensor, values: Tensor) -> Tensor:

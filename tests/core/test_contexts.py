@@ -198,19 +198,22 @@ def storage(context):
     """Every tensor that its cache holds, of slots in use alone."""
     found = {}
     for i, layer in enumerate(context.cache.compressed):
-        for j, block in enumerate(layer.state.blocks):
-            filled, stored = block.held >= 0, block.stored
+        stored = layer.state.stored
+        parts = stored.split() if hasattr(stored, "codes") else stored.read()
+        for j, (block, stored) in enumerate(zip(layer.state.blocks, parts, strict=True)):
+            filled = block.held >= 0
             slots = {"held": block.held, "scores": block.scores, "log_weights": block.log_weights}
             if hasattr(stored, "codes"):
-                slots["codes"] = stored.codes.transpose(1, 2)
-                slots["steps"] = stored.steps.mT
+                for name in ("codes", "steps"):
+                    x = getattr(stored, name).unflatten(1, filled.shape)
+                    slots[name] = x.permute(1, 2, 0, 3)
                 is_exact = filled.gather(1, stored.exact_slots)
                 found[i, j, "exact"] = stored.exact[is_exact]
                 found[i, j, "exact_slots"] = stored.exact_slots[is_exact]
                 found[i, j, "mean"] = stored.mean
                 found[i, j, "how"] = torch.tensor([stored.bits, stored.start, stored.opened])
             else:
-                slots |= {"keys": stored.keys, "values": stored.values}
+                slots["keys"], slots["values"] = stored
             found |= {(i, j, k): x[filled] for k, x in slots.items() if x is not None}
             found[i, j, "slots"] = filled[:, : block.schedule.used]
             found[i, j, "rows"] = torch.from_numpy(block.row_numbers)

@@ -68,7 +68,8 @@ def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     atol = 1e-4
     if bits := {"int8": 8, "int4": 4}.get(options.get("kv_dtype")):
         # A number between two codes may fall to either side, as sums are rounded: rarely.
-        apart = [x for pair in zip(cache.blocks, plain.blocks, strict=True) for x in codes(*pair)]
+        layers = zip(cache.compressed, plain.compressed, strict=True)
+        apart = [x for pair in layers for x in codes(*pair)]
         n, total = sum(int((x != 0).sum()) for x in apart), sum(x.numel() for x in apart)
         assert n <= total / 1000
         assert all(set(x.unique().tolist()) <= {0, 1, 16} for x in apart)
@@ -76,11 +77,12 @@ def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     same_run((logits, got, cache), (expected, tokens, plain), atol)
 
 
-def codes(block, other):
-    """How far codes of two blocks are apart, in the slots that both have."""
-    mine, theirs = (x.stored.codes.int() for x in (block, other))
-    n = min(mine.shape[2], theirs.shape[2])
-    yield (mine[:, :, :n] - theirs[:, :, :n]).abs()
+def codes(layer, other):
+    """How far codes of two layers' blocks are apart, in the slots that both have."""
+    for a, b in zip(*(x.keeping().stored.split() for x in (layer, other)), strict=True):
+        mine, theirs = (x.codes.unflatten(1, x.shapes[0]).int() for x in (a, b))
+        n = min(mine.shape[2], theirs.shape[2])
+        yield (mine[:, :, :n] - theirs[:, :, :n]).abs()
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_full_share_is_plain_cache_and_full_policy_changes_type_only():
             cache = prefilled(model, (300,))
         assert cache.report().kv_dtype is None
         assert cache.nbytes == full_bytes(model, 300)
-        keys, values = cache.compressed[1].blocks[0].stored.read()
+        ((keys, values),) = cache.compressed[1].keeping().stored.read()
         assert torch.equal(keys, plain.layers[1].keys.flatten(0, 1))
         assert torch.equal(values, plain.layers[1].values.flatten(0, 1))
     for memory, kv_dtype in (("60%", "int8"), ("50%", "int4"), ("30%", "int4")):

@@ -36,14 +36,15 @@ class Operations(TorchDispatchMode):
 
 def kept(schedule, weighed):
     """A layer's six rows in three blocks with room for four tokens."""
-    blocks = []
+    blocks, parts = [], []
     for i, n in enumerate(LENGTHS):
         shape = (2, n + 4)
         pair, positions = torch.zeros(*shape, HEAD_DIM), torch.zeros(shape, dtype=torch.int32)
         weights = torch.zeros(shape) if weighed else None
-        stored, rows = PlainKV.of(pair, pair.clone()), np.array([2 * i, 2 * i + 1])
-        blocks.append(block_of(rows, stored, positions, schedule(n), None, weights, n))
-    return KeptKV(blocks, 1, 6, [20])
+        parts.append(PlainKV.of(pair, pair.clone()))
+        rows = np.array([2 * i, 2 * i + 1])
+        blocks.append(block_of(rows, positions, schedule(n), pair.dtype, None, weights, n))
+    return KeptKV(blocks, PlainKV.joined(parts), 1, 6, [20])
 
 
 def growing(n):

@@ -86,7 +86,8 @@ def forward(grad):
                 logits.append(out.logits[:, -1])
         assert all(x.requires_grad == grad for x in logits)
         for layer in getattr(cache, "compressed", ()):
-            assert not any(b.stored.keys.requires_grad for b in layer.blocks)
+            pairs = layer.keeping().stored.read()
+            assert not any(x.requires_grad for kv in pairs for x in kv)
         return [torch.stack(logits).detach()]
 
     return way
