@@ -177,16 +177,22 @@ def test_visual_heads_are_compared_with_copying_heads():
     assert said.endswith("do 50% of it")
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
-@pytest.mark.slow
-def test_low_rank_updates_equal_peft(text, untrained):
-    pytest.importorskip("peft", reason="peft trains the parts")
-    trained = train.prepare(copy.deepcopy(untrained[0]))
+def changed_updates(model, size):
+    """A copy of a model with random low-rank updates, as training has them."""
+    trained = train.prepare(copy.deepcopy(model))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, x in trained.named_parameters():
             if "lora_B" in name:
-                x.normal_(0, 0.1)
+                x.normal_(0, size)
+    return trained
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
+@pytest.mark.slow
+def test_low_rank_updates_equal_peft(text, untrained):
+    pytest.importorskip("peft", reason="peft trains the parts")
+    trained = changed_updates(untrained[0], 0.1)
     parts = train.updates_of(trained)
     other = copy.deepcopy(untrained[0])
     smollm2_vision.add_parts(other, parts)
@@ -205,11 +211,12 @@ def test_training_makes_parts_that_answer(untrained, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "KINDS", {"one": (1, 300, 1.0), "text": (2, 40, 0.0)})
     model, processor = untrained
     monkeypatch.setattr(train, "untrained", lambda: (copy.deepcopy(model), processor))
-    train.train_tower(tmp_path, pictures=4, batch=2, compile=False)
+    # A CPU that only imitates bfloat16 takes half a minute for a step of the text model.
+    train.train_tower(tmp_path, pictures=2, batch=1, compile=False)
     (tmp_path / "texts" / "a").mkdir(parents=True)
     (tmp_path / "texts" / "a" / "a.txt").write_text("Some words of a text. " * 400)
     first = tmp_path / "tower.safetensors"
-    train.train_text(tmp_path, first, tmp_path / "texts", steps=2, compile=False)
+    train.train_text(tmp_path, first, tmp_path / "texts", steps=2, bf16=False, compile=False)
     parts = load_file(tmp_path / "parts.safetensors")
     assert any("lora_B" in name and x.abs().max() > 0 for name, x in parts.items())
     assert all(x.dtype == torch.float16 for x in parts.values())
@@ -217,6 +224,22 @@ def test_training_makes_parts_that_answer(untrained, tmp_path, monkeypatch):
     smollm2_vision.add_parts(model, load_file(tmp_path / "parts.safetensors"))
     figure = evaluate.FIGURES["which of four pictures shows a thing"]
     assert evaluate.measure(model, processor, (figure[0], 2), 1)[1] == 1
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one", "text"])
+def test_training_loss_in_bfloat16_is_that_in_float32(untrained, monkeypatch, kind):
+    pytest.importorskip("peft", reason="peft trains the parts")
+    monkeypatch.setattr(train, "KINDS", {kind: {"one": (1, 300, 1.0), "text": (2, 40, 1.0)}[kind]})
+    batch = train.Rows(untrained[1].tokenizer, ["Some words of a text. " * 400], 0).batch()
+    model, losses = changed_updates(untrained[0], 0.1), []
+    for bf16 in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            name, loss = train.loss_of(model, batch, train._answered)
+        assert (name, loss.dtype) == (kind, torch.float32)
+        losses.append(float(loss))
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
 
 
 # Model -------------------------------------------------------------------------------------------
