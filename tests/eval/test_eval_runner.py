@@ -330,6 +330,7 @@ def test_two_processes_write_the_rows_of_one(tmp_path, monkeypatch):
     script.write_text(
         "import os, sys\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
         f"sys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "import rouge_score.rouge_scorer  # seconds, and each process would need them\n"
         "from helpers.evaluation import make_samples\nfrom mmkv.eval import runner\n"
         "other = None\n"
         "if 'WORLD_SIZE' in os.environ:  # forked after the imports, so that these run once\n"
