@@ -15,6 +15,7 @@ from mmkv.cache.allotment import empty_slots
 from mmkv.eval.speed.cards import CARDS
 from mmkv.eval.speed.models import SHAPES, make
 from mmkv.eval.speed.plan import Load, Sizes, held, plan
+from mmkv.loading import models
 
 LOAD = Load(batch=4, prompt=3072, new=33)
 
@@ -87,6 +88,7 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_default_prompt_fits_the_model(capsys):
+    models.find("smollm2")  # converted once, as other tests need it: else each command reads all
     for words, tokens in (
         (("smollm2",), "4,096 + 256"),
         (("smollm2", "--new", 6000), "2,192 + 6,000"),
