@@ -70,7 +70,7 @@ class PlainKV:
         return self._pairs
 
     def pairs(self, widths: Sequence[int], *, whole: bool) -> list[tuple[Tensor, Tensor]]:
-        """Return the keys and values of the first slots of each block, so many as `widths` says."""
+        """Return the keys and values of each block's first slots, as many as `widths` says."""
         return [
             (keys, values) if width == keys.shape[1] else (keys[:, :width], values[:, :width])
             for (keys, values), width in zip(self._pairs, widths, strict=True)
@@ -88,7 +88,7 @@ class PlainKV:
     def write(
         self, new: Sequence[Sequence[Tensor]], slots: Sequence[int | Tensor], position: int
     ) -> None:
-        """Write each block's q `new` tokens to the slots from its of `slots` on, or one to its."""
+        """Write the pairs of q new tokens; arguments are those of `QuantizedKV.write`."""
         for stores, rows, pairs, slot in zip(self.blocks, self._rows, new, slots, strict=True):
             for store, x in zip(stores, pairs, strict=True):
                 if isinstance(slot, int):
@@ -99,7 +99,7 @@ class PlainKV:
     def place(
         self, new: Sequence[Sequence[Tensor]], slots: Sequence[Tensor], place: Tensor
     ) -> None:
-        """Write each block's one `new` token into each row's slot [R or 1], in a replayed step."""
+        """Write the pair of one new token, in a replayed step; `slots` has [R or 1] a block."""
         self.write(new, slots, 0)
 
     def make_room(self, position: int) -> None:
@@ -110,9 +110,9 @@ class PlainKV:
         return 0
 
     def select(self, rows: Sequence[Tensor]) -> PlainKV:
-        """Return a copy of some rows of each block, which may repeat; a block without is left out.
+        """Return a copy of rows of each block, int64 [n], which may repeat; n may be 0.
 
-        `rows` are int64 [n] for each block.
+        A block of which no row is left is dropped.
         """
         chosen = zip(self.blocks, rows, strict=True)
         return PlainKV([[x.index_select(1, i) for x in stores] for stores, i in chosen if len(i)])

@@ -161,11 +161,10 @@ class QuantizedKV:
     @cached_property
     def _first(self) -> Tensor:
         """The number of each row's first slot among all n: int64 [R, 1]."""
-        starts, device = accumulate([0, *self._n_slots[:-1]]), self.codes.device
-        blocks = zip(starts, self.shapes, strict=True)
-        return torch.cat([torch.arange(a, a + R * S, S, device=device) for a, (R, S) in blocks])[
-            :, None
-        ]
+        blocks = zip(accumulate([0, *self._n_slots[:-1]]), self.shapes, strict=True)
+        device = self.codes.device
+        firsts = [torch.arange(a, a + R * S, S, device=device) for a, (R, S) in blocks]
+        return torch.cat(firsts)[:, None]
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
@@ -209,7 +208,7 @@ class QuantizedKV:
     def pairs(
         self, widths: Sequence[int], *, whole: bool
     ) -> Sequence[tuple[Tensor, Tensor] | tuple[Coded, Coded]]:
-        """Return rotated keys and values of the first slots of each block, `widths` so many.
+        """Return rotated keys and values of each block's first slots, as many as `widths` says.
 
         These are tensors in the type of `mean` if all slots are few and on a CPU, else codes. With
         `whole` the mean is added to the keys.
@@ -270,7 +269,7 @@ class QuantizedKV:
     ) -> None:
         """Put the pairs of q new tokens, one of `pieces`, into the window; the first at `position`.
 
-        `new` is of each block what the method `new` returned for its rows. `slots` are for each
+        `new` has for each block what the method `new` returned for its rows. `slots` has for each
         block the first of q slots that all its rows use, or int64 [R' or 1] for one token.
         """
         self.make_room(position)
@@ -359,9 +358,9 @@ class QuantizedKV:
         self.exact[:, at], self.exact_slots[:, at] = 0.0, self.exact_slots[:, -1:]
 
     def select(self, rows: Sequence[Tensor]) -> QuantizedKV:
-        """Return a copy of some rows of each block, which may repeat; a block without is left out.
+        """Return a copy of rows of each block, int64 [n], which may repeat; n may be 0.
 
-        `rows` are int64 [n] for each block.
+        A block of which no row is left is dropped.
         """
         parts = zip(self.split(), rows, strict=True)
         return self.joined([part._chosen(i) for part, i in parts if len(i)])
