@@ -228,7 +228,7 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
             plain.append(PlainKV.of(x["keys"], x["values"]))
         else:
             part = QuantizedKV(
-                [positions.shape],
+                [(len(rows), capacity)],
                 x["codes"].flatten(0, 1).transpose(0, 1).contiguous(),
                 x["steps"].flatten(0, 1).unflatten(1, (2, -1)).transpose(0, 1).contiguous(),
                 exact.put(tensors["exact"], rows, n_first),

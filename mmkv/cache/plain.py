@@ -97,7 +97,7 @@ class PlainKV:
                     store[:, rows, slot] = x[:, :, 0]
 
     def place(
-        self, new: Sequence[Sequence[Tensor]], slots: Sequence[Tensor], place: Tensor
+        self, new: Sequence[Sequence[Tensor]], slots: Sequence[int | Tensor], place: Tensor
     ) -> None:
         """Write the pair of one new token, in a replayed step; `slots` has [R or 1] a block."""
         self.write(new, slots, 0)

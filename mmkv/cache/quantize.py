@@ -296,7 +296,7 @@ class QuantizedKV:
                 block.copy_(torch.arange(slot, slot + q, device=block.device))
 
     def place(
-        self, new: Sequence[Sequence[Tensor]], slots: Sequence[Tensor], place: Tensor
+        self, new: Sequence[Sequence[Tensor]], slots: Sequence[int | Tensor], place: Tensor
     ) -> None:
         """Put one token's pair at a place [1] of the window, in a replayed step.
 
