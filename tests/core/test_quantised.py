@@ -433,6 +433,22 @@ def test_the_newest_are_exact_and_older_ones_written_as_codes(kv_dtype):
         assert (read[0][:, 0] - pairs[0][:, 0]).abs().max() < 1e-9
 
 
+@pytest.mark.parametrize("kv_dtype", BITS)
+def test_joined_blocks_hold_what_each_holds_alone(kv_dtype):
+    """Tokens take empty slots of one block, and of the other a slot that is in use."""
+    blocks = [stored([x[:n] for x in some_pairs(64, 64)], kv_dtype, reuses=n < 4) for n in (4, 3)]
+    joined, g = QuantizedKV.joined(blocks).fitted([100, 30]), torch.Generator().manual_seed(4)
+    alone = [x.fitted([n]) for x, n in zip(blocks, (100, 30), strict=True)]
+    for t in range(60):
+        new = [torch.randn(n, 1, 2, 64, generator=g)[None] for n in (4, 3)]
+        slots = [30 + t, 20 + t % 3]
+        for part, x, slot in zip(alone, new, slots, strict=True):
+            part.write([[x.clone()]], [slot], 30 + t)
+        joined.write([[x] for x in new], slots, 30 + t)
+    for mine, theirs in zip(joined.read(), (x.read()[0] for x in alone), strict=True):
+        assert all(map(torch.equal, mine, theirs))
+
+
 def test_errors_name_the_value_and_change_nothing(text_model):
     before = text_model.config._attn_implementation
     with pytest.raises(ValueError, match="kv_dtype='int3': expected 'int8' or 'int4', or None"):
