@@ -172,6 +172,11 @@ class Policy:
             known = {} if cls is Policy else Policy.hints()
             return {f.name: known.get(f.name, Any) for f in dataclasses.fields(cls)}
 
+    @property
+    def n_exact(self) -> int:
+        """How many of a row's first tokens stay exact in 8 or 4 bits: sinks, and at least one."""
+        return max(1, self.sinks)
+
     @cached_property
     def window_size(self) -> int:
         """How many last tokens observe, and are pinned."""

@@ -173,7 +173,7 @@ def plan(
             return layer.pair * tokens * itemsize
         # A group's numbers share a step of 16 bits.
         coded = layer.pair * tokens * (BITS[kv_dtype] + 16 / group(layer.width)) / 8
-        exact, heads = max(1, policy.sinks) + WINDOW * bool(generated), layer.pair / layer.width / 2
+        exact, heads = policy.n_exact + WINDOW * bool(generated), layer.pair / layer.width / 2
         return coded + exact * (layer.pair * itemsize + 8 * heads) + layer.pair / 2 * 4
 
     def cache(generated: int) -> float:

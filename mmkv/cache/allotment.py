@@ -24,7 +24,7 @@ def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) ->
         memory,
         itemsize=itemsize,
         head_dim=head_dim,
-        first=max(1, policy.sinks),
+        first=policy.n_exact,
         run=merge.group_run if isinstance(merge, MergeIntoGroups) else 0,
         keeps_all=policy.keeps_all,
     )

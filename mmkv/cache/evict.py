@@ -205,7 +205,7 @@ def _store(
                 keys,
                 values,
                 filled,
-                _exact_slots(positions, max(1, plan.policy.sinks), start, opened),
+                _exact_slots(positions, plan.policy.n_exact, start, opened),
                 mean=None if means is None else means.flatten(0, 1)[index],
                 bits=BITS[plan.kv_dtype],
                 start=start,
@@ -345,9 +345,9 @@ def planned(
                 schedule.skip_padding(places[send(rows // heads, device)], seen)
         width = int(counts[rows].max())
         n_expected = min(expected, spare(width, seen))
-        # In 8 or 4 bits each row has slots for its first tokens, which stay exact.
-        least = 0 if plan.kv_dtype is None else max(1, plan.policy.sinks)
-        n_slots = max(schedule.most(n_expected), least)
+        n_slots = schedule.most(n_expected)
+        if plan.kv_dtype is not None:  # each row has slots for its exact first tokens
+            n_slots = max(n_slots, plan.policy.n_exact)
         blocks.append(_BlockPlan(rows, schedule, width, n_slots))
     return blocks
 

@@ -113,7 +113,7 @@ def check_rows(plan: CacheConfig, prompt: TokenMasks, tensors: Mapping[str, Tens
     """
     (B, T), H = prompt.valid.shape, tensors["counts"].shape[1]
     counts, position = tensors["counts"].flatten().long(), tensors["positions"].long()
-    n_exact = counts.clamp(max=max(1, plan.policy.sinks)).sum() if plan.kv_dtype else 0
+    n_exact = counts.clamp(max=plan.policy.n_exact).sum() if plan.kv_dtype else 0
     lengths = [len(tensors.get(name, ())) for name in _COUNTED]
     if [int(counts.sum()), int(n_exact)] != lengths:
         raise ValueError(f"counts sum to {int(counts.sum())} slots, but it has {lengths[0]}")
@@ -212,7 +212,7 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
     Slots after those in use hold zeros, as many as a new cache of unknown length has.
     """
     (B, H), device = tensors["counts"].shape, tensors["positions"].device
-    n_first = max(1, plan.policy.sinks)
+    n_first = plan.policy.n_exact
     counts = tensors["counts"].flatten().cpu().numpy().astype(np.int64)
     slots, exact = _Rows(counts), _Rows(np.minimum(counts, n_first))
     row_of = torch.from_numpy(np.arange(B * H).repeat(counts)).to(device)
