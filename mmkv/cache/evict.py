@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -184,8 +184,8 @@ def _store(
     `means` are those of `PromptKV`; other arguments are those of `evict`.
     """
     B, H, _, _ = slots.keys.shape
-    device, blocks = slots.keys.device, list[PaddedBlock]()
-    plain, quantised = list[PlainKV](), list[QuantizedKV]()
+    device, dtype = slots.keys.device, slots.keys.dtype
+    blocks, parts = list[PaddedBlock](), list[Any]()
     errors = torch.zeros(B * H, 2, 2, device=device)
     start = prompt.valid.shape[1] - min(n_newest, NEWEST)
     for rows, schedule, width, capacity in planned(
@@ -198,7 +198,7 @@ def _store(
         )
         keys, values = (_gathered(x, index[:, None], tokens) for x in (slots.keys, slots.values))
         if plan.kv_dtype is None:
-            plain.append(PlainKV.of(keys, values))
+            parts.append(PlainKV.of(keys, values))
         else:
             filled, opened = positions >= 0, n_newest > 0
             part = QuantizedKV.of(
@@ -214,17 +214,14 @@ def _store(
             )
             for i, (x, read) in enumerate(zip((keys, values), part.read()[0], strict=True)):
                 errors[index, i] = squares(x, read, filled)
-            quantised.append(part)
+            parts.append(part)
         scores, weights = (
             None if x is None else pad(x[index, :width], (0, capacity - width))
             for x in (slots.scores, slots.log_weights)
         )
-        dtype = slots.keys.dtype
         blocks.append(block_of(rows, positions, schedule, dtype, scores, weights, width))
-    if plan.kv_dtype is None:
-        return blocks, PlainKV.joined(plain), None
-    error = relative_error(errors.view(B, H, 2, 2).sum(1))
-    return blocks, QuantizedKV.joined(quantised), error
+    error = None if plan.kv_dtype is None else relative_error(errors.view(B, H, 2, 2).sum(1))
+    return blocks, parts[0].joined(parts), error
 
 
 def _gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ class KeptKV:
         widths = [b.width_of(q) for b in self.blocks]
         pairs = self.stored.pairs(widths, whole=step.softcap is not None)
         out = [
-            block.attend(x[0][0], *kv, x[n][0] if x[n:] else None, step)
+            block.attend(x[0][0], kv, x[n][0] if x[n:] else None, step)
             for block, kv, x in zip(self.blocks, pairs, parts, strict=True)
         ]
         joined = out[0] if len(out) == 1 else torch.cat(out)

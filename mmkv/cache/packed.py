@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -219,13 +220,13 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
     protected = prompt.protected.to(device)[row_of // H, tensors["positions"].long()]
     n_protected = torch.bincount(row_of[protected], minlength=B * H).cpu().numpy()
     names = tensors.keys() & {"positions", "keys", "values", "codes", "steps", "scores", "bias"}
-    blocks, plain, quantised = list[PaddedBlock](), list[PlainKV](), list[QuantizedKV]()
+    blocks, parts = list[PaddedBlock](), list[Any]()
     dtype = tensors["keys" if plan.kv_dtype is None else "exact"].dtype
     for rows, schedule, width, capacity in planned(plan, prompt, counts, n_protected, 0, device):
         x = {k: slots.put(tensors[k], rows, capacity, -(k == "positions")) for k in names}
         positions, index = x["positions"].int(), torch.from_numpy(rows).to(device)
         if plan.kv_dtype is None:
-            plain.append(PlainKV.of(x["keys"], x["values"]))
+            parts.append(PlainKV.of(x["keys"], x["values"]))
         else:
             part = QuantizedKV(
                 [(len(rows), capacity)],
@@ -239,11 +240,11 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
                 opened=False,
                 reuses=schedule.drops or width == 0,
             )
-            quantised.append(part)
+            parts.append(part)
         scores, log_weights = x.get("scores"), x.get("bias")
         blocks.append(block_of(rows, positions, schedule, dtype, scores, log_weights, width))
     planes = tensors.get("group_index")
     groups = None if planes is None else GroupIndex(planes, prompt.valid.shape[1])
     retained, error = tensors.get("retained"), tensors.get("error")
-    stored = PlainKV.joined(plain) if plan.kv_dtype is None else QuantizedKV.joined(quantised)
-    return KeptKV(blocks, stored, B, H, tensors["sizes"].tolist(), retained, error, groups)
+    stored, sizes = parts[0].joined(parts), tensors["sizes"].tolist()
+    return KeptKV(blocks, stored, B, H, sizes, retained, error, groups)

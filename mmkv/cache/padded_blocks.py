@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.kernels import attend, weigh
-from mmkv.cache.products import Coded, mixed
+from mmkv.cache.products import Pairs, mixed
 from mmkv.decode.slots import SlotSchedule, spare
 
 
@@ -141,14 +141,14 @@ class PaddedBlock:
     def held(self) -> Tensor:
         """Positions [R, S] of kept tokens, -1 for an empty slot and for the next token's."""
         if not self.schedule.drops:
-            slot_numbers = torch.arange(self.positions.shape[1], device=self.positions.device)
+            slot_numbers = torch.arange(self.capacity, device=self.positions.device)
             return self.positions.masked_fill(slot_numbers >= self.schedule.used, -1)
         slots = self.schedule.slots(self.positions.device)
         if isinstance(slots, int):
-            if slots >= self.positions.shape[1]:
+            if slots >= self.capacity:
                 return self.positions
             slots = torch.full(self.positions.shape[:1], slots, device=self.positions.device)
-        inside = slots.clamp(max=self.positions.shape[1] - 1)[:, None]
+        inside = slots.clamp(max=self.capacity - 1)[:, None]
         kept = self.positions.gather(1, inside).masked_fill((slots[:, None] == inside), -1)
         return self.positions.scatter(1, inside, kept)
 
@@ -163,19 +163,12 @@ class PaddedBlock:
         self._fill(slots, step.clock.position)
         return slots
 
-    def attend(
-        self,
-        query: Tensor,
-        keys: Tensor | Coded,
-        values: Tensor | Coded,
-        masked: Tensor | None,
-        step: Step,
-    ) -> Tensor:
+    def attend(self, query: Tensor, pairs: Pairs, masked: Tensor | None, step: Step) -> Tensor:
         """Attend from the q appended tokens to the slots in use, causal among them; count the step.
 
         Args:
             query: [R, G * q, D].
-            keys, values: of the slots in use, `width_of`.
+            pairs: of the slots in use, `width_of`.
             masked: bool [R, T], True at positions that the attention mask hides; None: none.
             step: the step.
 
@@ -183,7 +176,7 @@ class PaddedBlock:
             [R, G * q, Dv].
         """
         visible = self._visible(query, step, self.width_of(step.q), masked)
-        out = self._attend(query, keys, values, visible, step)
+        out = self._attend(query, pairs, visible, step)
         self._advance(step)
         return out
 
@@ -215,7 +208,7 @@ class PaddedBlock:
                 x[where] = 0.0
         elif self.positions_ahead[0] < slots + q or self.positions_ahead[1] != position - slots:
             # These slots and all after them are empty, so their later positions are known.
-            end, offset = self.positions.shape[1], position - slots
+            end, offset = self.capacity, position - slots
             self.positions[:, slots:] = torch.arange(position, end + offset, device=device)
             self.positions_ahead = end, offset
         return slots
@@ -239,16 +232,9 @@ class PaddedBlock:
         """Tensors [R, S] in which a new token's slot is set to 0, as a dropped token had it."""
         return [self.log_weights] if self.log_weights is not None and self.schedule.drops else []
 
-    def _attend(
-        self,
-        query: Tensor,
-        keys: Tensor | Coded,
-        values: Tensor | Coded,
-        visible: Tensor | None,
-        step: Step,
-    ) -> Tensor:
+    def _attend(self, query: Tensor, pairs: Pairs, visible: Tensor | None, step: Step) -> Tensor:
         """Attend to `visible` slots, see the function `attend`."""
-        return attend(query, keys, values, visible, step.scale, step.softcap)
+        return attend(query, *pairs, visible, step.scale, step.softcap)
 
     def width_of(self, q: int) -> int:
         """Return how many slots a step of q tokens attends to, theirs included."""
@@ -347,26 +333,19 @@ class AccumulatingBlock(PaddedBlock):
         self.schedule.drop(self.accumulated, self.positions, step.position)
         super()._advance(step)
 
-    def _attend(
-        self,
-        query: Tensor,
-        keys: Tensor | Coded,
-        values: Tensor | Coded,
-        visible: Tensor | None,
-        step: Step,
-    ) -> Tensor:
+    def _attend(self, query: Tensor, pairs: Pairs, visible: Tensor | None, step: Step) -> Tensor:
         """Attend as other blocks do, and add the attention that each slot gets to its score."""
         width = self.width_of(step.q)
         if self.weights is None or self.weights.shape[2] != width:
             self.weights = torch.empty(*query.shape[:2], width, device=query.device)
         weights, (R, G, _) = self.weights, query.shape
         with torch.no_grad():
-            weigh(query, keys, visible, weights, step.scale, step.softcap)
+            weigh(query, pairs[0], visible, weights, step.scale, step.softcap)
         mean = weights.new_full((1, 1, 1), 1 / G).expand(R, 1, G)
         self.accumulated[:, None, :width].baddbmm_(mean, weights)
         if query.requires_grad:
-            return attend(query, keys, values, visible, step.scale, step.softcap)
-        return mixed(weights, values)
+            return attend(query, *pairs, visible, step.scale, step.softcap)
+        return mixed(weights, pairs[1])
 
     def _grow(self, n_new: int) -> None:
         """Add empty slots, whose score is inf."""

@@ -76,6 +76,10 @@ class Coded(NamedTuple):
         return zip(x.chunk(G, -1), self.codes.chunk(G, -1), self.step.split(1, 1), strict=True)
 
 
+# The keys and the values of a block.
+Pairs = tuple[Tensor, Tensor] | tuple[Coded, Coded]
+
+
 def needs_gradient(query: Tensor) -> bool:
     """Return whether a gradient is to flow through the queries, as some kernels have none."""
     return torch.is_grad_enabled() and query.requires_grad

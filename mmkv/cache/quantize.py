@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache.codes import quantised, rotation
-from mmkv.cache.products import Coded
+from mmkv.cache.products import Coded, Pairs
 
 # On a CPU a layer of at most so many numbers, keys and values, is converted to floats before it is
 # attended to, which takes fewer operations than multiplying codes.
@@ -131,13 +131,11 @@ class QuantizedKV:
         if len(parts) == 1:
             return parts[0]
         codes, steps, *others = zip(*(x._tensors for x in parts), strict=True)
-        return parts[0]._with(
-            [shape for x in parts for shape in x.shapes],
-            torch.cat(codes, dim=1),
-            torch.cat(steps, dim=1),
-            *map(torch.cat, others),
-            reuses=any(x.reuses for x in parts),
-        )
+        codes, steps = (torch.cat(x, dim=1) for x in (codes, steps))
+        shapes = [shape for x in parts for shape in x.shapes]
+        found = parts[0]._with(shapes, codes, steps, *map(torch.cat, others))
+        found.reuses = any(x.reuses for x in parts)
+        return found
 
     def split(self) -> list[QuantizedKV]:
         """Return each block alone, as views."""
@@ -170,9 +168,7 @@ class QuantizedKV:
     def _tensors(self) -> tuple[Tensor, ...]:
         return self.codes, self.steps, self.exact, self.exact_slots, self.mean
 
-    def _with(
-        self, shapes: Sequence[tuple[int, int]], *tensors: Tensor, reuses: bool | None = None
-    ) -> QuantizedKV:
+    def _with(self, shapes: Sequence[tuple[int, int]], *tensors: Tensor) -> QuantizedKV:
         """Return a copy with other shapes and tensors, in the order of `_tensors`."""
         return QuantizedKV(
             shapes,
@@ -180,7 +176,7 @@ class QuantizedKV:
             bits=self.bits,
             start=self.start,
             opened=self.opened,
-            reuses=self.reuses if reuses is None else reuses,
+            reuses=self.reuses,
             sizes=self.sizes,
         )
 
@@ -205,9 +201,7 @@ class QuantizedKV:
         matrix = self.rotation.mT
         return [((keys @ matrix).to(self.dtype), values.to(self.dtype)) for keys, values in pairs]
 
-    def pairs(
-        self, widths: Sequence[int], *, whole: bool
-    ) -> Sequence[tuple[Tensor, Tensor] | tuple[Coded, Coded]]:
+    def pairs(self, widths: Sequence[int], *, whole: bool) -> Sequence[Pairs]:
         """Return rotated keys and values of each block's first slots, as many as `widths` says.
 
         These are tensors in the type of `mean` if all slots are few and on a CPU, else codes. With
