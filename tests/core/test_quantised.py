@@ -197,7 +197,7 @@ def test_bytes_fall_with_bits(kv_dtype, bits_each):
         gc.collect()
         alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and id(x) not in before]
         held = [x for x in alive if x.ndim >= 3 and x.dtype != torch.int64]
-        slots = rows * exact * 8
+        slots = rows * exact * 8  # int64
         storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in held)}
         assert sum(storages.values()) == cache.nbytes - slots
 

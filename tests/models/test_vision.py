@@ -177,14 +177,14 @@ def test_visual_heads_are_compared_with_copying_heads():
     assert said.endswith("do 50% of it")
 
 
-def changed_updates(model, size):
+def with_random_updates(model):
     """A copy of a model with random low-rank updates, as training has them."""
     trained = train.prepare(copy.deepcopy(model))
     torch.manual_seed(0)
     with torch.no_grad():
         for name, x in trained.named_parameters():
             if "lora_B" in name:
-                x.normal_(0, size)
+                x.normal_(0, 0.1)
     return trained
 
 
@@ -192,7 +192,7 @@ def changed_updates(model, size):
 @pytest.mark.slow
 def test_low_rank_updates_equal_peft(text, untrained):
     pytest.importorskip("peft", reason="peft trains the parts")
-    trained = changed_updates(untrained[0], 0.1)
+    trained = with_random_updates(untrained[0])
     parts = train.updates_of(trained)
     other = copy.deepcopy(untrained[0])
     smollm2_vision.add_parts(other, parts)
@@ -228,12 +228,12 @@ def test_training_makes_parts_that_answer(untrained, tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # peft asks for a name that is going
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["one", "text"])
-def test_training_loss_in_bfloat16_is_that_in_float32(untrained, monkeypatch, kind):
+@pytest.mark.parametrize(("kind", "batch_of"), [("one", (1, 300, 1.0)), ("text", (2, 40, 1.0))])
+def test_training_loss_in_bfloat16_is_near_that_in_float32(untrained, monkeypatch, kind, batch_of):
     pytest.importorskip("peft", reason="peft trains the parts")
-    monkeypatch.setattr(train, "KINDS", {kind: {"one": (1, 300, 1.0), "text": (2, 40, 1.0)}[kind]})
+    monkeypatch.setattr(train, "KINDS", {kind: batch_of})
     batch = train.Rows(untrained[1].tokenizer, ["Some words of a text. " * 400], 0).batch()
-    model, losses = changed_updates(untrained[0], 0.1), []
+    model, losses = with_random_updates(untrained[0]), []
     for bf16 in (False, True):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             name, loss = train.loss_of(model, batch, train._answered)
