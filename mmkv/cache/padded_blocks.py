@@ -153,9 +153,11 @@ class PaddedBlock:
         return self.positions.scatter(1, inside, kept)
 
     def append(self, step: Step) -> int | Tensor:
-        """Return the first of q slots that new tokens take in all rows, or one token's int64 [R].
+        """Give each new token a slot and record its position; the caller writes its pair.
 
-        This puts the tokens into these slots; their pairs have to be written.
+        Returns:
+            The first of q consecutive slots, the same for all rows; or int64 [R or 1], the
+            slot of one token in each row.
         """
         if step.clock is None:
             return self._append(step.q, step.first)
@@ -186,7 +188,7 @@ class PaddedBlock:
         self.schedule.advance(step.q)
 
     def _append(self, q: int, position: int) -> int | Tensor:
-        """Put q new tokens, the first at `position`, into slots; return them as `append` does."""
+        """Do what `append` does in a step that is not replayed; `position` is the first."""
         device = self.positions.device
         if self.frozen:
             self.thaw()

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 
 class PlainKV:
-    """The pairs of a layer's blocks in the model's type; what is done to `QuantizedKV` too.
+    """The pairs of a layer's blocks, in the model's type.
 
-    A block has R rows of S slots.
+    A block has R rows of S slots. The methods are those of `QuantizedKV`.
 
     Attributes:
         blocks: of each block one tensor [2, R, S, D] of keys and values, so that a step writes

@@ -279,7 +279,7 @@ class QuantizedKV:
         self._fill(places, slots)
 
     def _fill(self, places: Tensor, slots: Sequence[int | Tensor]) -> None:
-        """Write the slots of `write` into places int64 [R, q]."""
+        """Write the slots of q new tokens, given as to `write`, into `places` int64 [R, q]."""
         q, blocks = places.shape[1], places.split_with_sizes(self._n_rows)
         for block, slot in zip(blocks, slots, strict=True):
             if not isinstance(slot, int):
