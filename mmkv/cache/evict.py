@@ -358,7 +358,8 @@ def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = SLACK) -> li
         slack: allowed padding as a share of the kept tokens, which decides the number of blocks.
 
     Returns:
-        Row indices of each block, ascending.
+        Row indices of each block, ascending; blocks in order of their first row, as a layer whose
+        blocks have all rows in order need not sort them in each step.
     """
     order = np.argsort(-counts, kind="stable")
     size = counts[order].astype(np.int64)
@@ -383,4 +384,5 @@ def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = SLACK) -> li
     for start in reversed(starts):
         edges.append(int(start[edges[-1]]))
     edges.reverse()
-    return [np.sort(order[cuts[a] : cuts[b]]) for a, b in pairwise(edges) if a < b]
+    blocks = [np.sort(order[cuts[a] : cuts[b]]) for a, b in pairwise(edges) if a < b]
+    return sorted(blocks, key=lambda rows: rows[0])

@@ -101,7 +101,8 @@ class KeptKV:
         shape = self.batch * self.heads, max(x.shape[1] for x in parts), *parts[0].shape[2:]
         out = parts[0].new_full(shape, fill)
         for block, x in zip(self.blocks, parts, strict=True):
-            out[block.rows, : x.shape[1]] = x
+            rows = torch.from_numpy(block.row_numbers).to(x.device, non_blocking=True)
+            out[rows, : x.shape[1]] = x
         return out
 
     def kept(self) -> Tensor:
@@ -191,32 +192,27 @@ class KeptKV:
         key, value = key.detach().flatten(0, 1), value.detach().flatten(0, 1)
         if (rotation := self.stored.rotation) is not None:
             rows, key = rows.to(rotation.dtype) @ rotation, key.to(rotation.dtype) @ rotation
-        new = self.stored.new(key, value)
-        inputs = [rows[None], *new]  # rows are their second dimension
+        inputs = [rows[None], *self.stored.new(key, value)]  # rows are their second dimension
+        n = len(inputs)
         if masked is not None:
             inputs.append(masked.repeat_interleave(self.heads, dim=0)[None])
         order, inverse = self._order
-        if order is None:
-            parts = [[x[:, block.rows] for x in inputs] for block in self.blocks]
-        else:
-            sizes = [len(b.positions) for b in self.blocks]
-            split = (x.index_select(1, order).split(sizes, 1) for x in inputs)
-            parts = [list(x) for x in zip(*split, strict=True)]
-        n = 1 + len(new)
-        self._write([x[1:n] for x in parts], step)
+        if order is not None:
+            inputs = [x.index_select(1, order) for x in inputs]
+        self._write(inputs[1:n], step)
         widths = [b.width_of(q) for b in self.blocks]
         pairs = self.stored.pairs(widths, whole=step.softcap is not None)
-        out = [
-            block.attend(x[0][0], kv, x[n][0] if x[n:] else None, step)
-            for block, kv, x in zip(self.blocks, pairs, parts, strict=True)
-        ]
+        n_rows = [len(b.positions) for b in self.blocks]
+        queries, *hidden = (x[0].split_with_sizes(n_rows) for x in (inputs[0], *inputs[n:]))
+        parts = zip(self.blocks, queries, pairs, *hidden or [[None] * len(n_rows)], strict=True)
+        out = [block.attend(x, kv, unseen, step) for block, x, kv, unseen in parts]
         joined = out[0] if len(out) == 1 else torch.cat(out)
         if inverse is not None:
             joined = joined.index_select(0, inverse)
         return joined.view(B, Hq, q, -1).transpose(1, 2).to(value.dtype)
 
-    def _write(self, new: Sequence[Sequence[Tensor]], step: Step) -> None:
-        """Choose slots for the new tokens of each block, and write their pairs."""
+    def _write(self, new: Sequence[Tensor], step: Step) -> None:
+        """Choose slots for the new tokens, and write their pairs, which `stored.new` returned."""
         slots = [b.append(step) for b in self.blocks]
         if step.clock is None:
             self.fit()
@@ -254,16 +250,14 @@ class KeptKV:
     def _order(self) -> tuple[Tensor | None, Tensor | None]:
         """The row numbers in the order of blocks, and the indices that put them in order again.
 
-        The first is None if each block's rows are a slice, the second if rows are sorted anyway.
+        Both are None if they are in order anyway.
         """
         order = np.concatenate([b.row_numbers for b in self.blocks])
-        all_slices = all(isinstance(b.rows, slice) for b in self.blocks)
-        device, is_sorted = self.blocks[0].positions.device, bool((np.diff(order) > 0).all())
+        if (np.diff(order) > 0).all():
+            return None, None
+        device = self.blocks[0].positions.device
         index, inverse = (torch.from_numpy(x) for x in (order, order.argsort()))
-        return (
-            None if all_slices else index.to(device, non_blocking=True),
-            None if is_sorted else inverse.to(device, non_blocking=True),
-        )
+        return index.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
 
 
 class CompressedLayer(CacheLayerMixin):

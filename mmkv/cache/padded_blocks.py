@@ -52,8 +52,6 @@ class PaddedBlock:
 
     Attributes:
         row_numbers: numbers of these rows among the layer's B * H, ascending, on the host.
-        rows: the same as an index: a slice if they are evenly spaced, so that indexing returns a
-            view, else int64 [R].
         positions: int32 [R, S], original position of each slot's token, -1 if empty; if decoding
             drops no token, also the positions of tokens to come, which `held` leaves out. S is the
             capacity, of which the schedule's `width` is in use.
@@ -69,7 +67,6 @@ class PaddedBlock:
     """
 
     row_numbers: np.ndarray
-    rows: slice | Tensor = field(init=False)
     positions: Tensor
     schedule: SlotSchedule
     dtype: torch.dtype
@@ -81,15 +78,6 @@ class PaddedBlock:
     # If decoding drops no token: the number of slots that have a position, those of tokens to come
     # included, and the difference between position and slot.
     positions_ahead: tuple[int, int] = (0, 0)
-
-    def __post_init__(self) -> None:
-        """Make an index of the row numbers."""
-        numbers, device = self.row_numbers, self.positions.device
-        distances = set(np.diff(numbers).tolist()) or {1}
-        if len(distances) == 1:
-            self.rows = slice(int(numbers[0]), int(numbers[-1]) + 1, distances.pop())
-        else:
-            self.rows = torch.from_numpy(numbers).to(device, non_blocking=True)
 
     def freeze(self, steps: int) -> None:
         """Allocate slots for `steps` steps and fix shapes, so that a CUDA graph can replay them.

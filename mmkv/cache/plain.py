@@ -27,6 +27,7 @@ class PlainKV:
         pairs = [[x for store in stores for x in store] for stores in blocks]
         # Keys [R, S, D] and values [R, S, Dv] of each block: views.
         self._pairs = [(keys, values) for keys, values in pairs]
+        self._n_rows = [len(keys) for keys, _ in self._pairs]
         self._rows = [torch.arange(len(keys), device=keys.device) for keys, _ in self._pairs]
 
     @classmethod
@@ -85,20 +86,17 @@ class PlainKV:
         one_tensor = len(self.blocks[0]) == 1
         return [torch.stack([key, value])] if one_tensor else [key[None], value[None]]
 
-    def write(
-        self, new: Sequence[Sequence[Tensor]], slots: Sequence[int | Tensor], position: int
-    ) -> None:
+    def write(self, new: Sequence[Tensor], slots: Sequence[int | Tensor], position: int) -> None:
         """Write the pairs of q new tokens; arguments are those of `QuantizedKV.write`."""
-        for stores, rows, pairs, slot in zip(self.blocks, self._rows, new, slots, strict=True):
+        parts = zip(*(x.split_with_sizes(self._n_rows, 1) for x in new), strict=True)
+        for stores, rows, pairs, slot in zip(self.blocks, self._rows, parts, slots, strict=True):
             for store, x in zip(stores, pairs, strict=True):
                 if isinstance(slot, int):
                     store[:, :, slot : slot + x.shape[2]] = x
                 else:
                     store[:, rows, slot] = x[:, :, 0]
 
-    def place(
-        self, new: Sequence[Sequence[Tensor]], slots: Sequence[int | Tensor], place: Tensor
-    ) -> None:
+    def place(self, new: Sequence[Tensor], slots: Sequence[int | Tensor], place: Tensor) -> None:
         """Write the pair of one new token, in a replayed step; `slots` has [R or 1] a block."""
         self.write(new, slots, 0)
 

@@ -258,13 +258,11 @@ class QuantizedKV:
         """Return rotated keys [R, q, N] and values [R, q, Dv] side by side: one [1, R, q, 2, N]."""
         return [_pairs(key, value)[None]]
 
-    def write(
-        self, new: Sequence[Sequence[Tensor]], slots: Sequence[int | Tensor], position: int
-    ) -> None:
+    def write(self, new: Sequence[Tensor], slots: Sequence[int | Tensor], position: int) -> None:
         """Put the pairs of q new tokens, one of `pieces`, into the window; the first at `position`.
 
-        `new` has for each block what the method `new` returned for its rows. `slots` has for each
-        block the first of q slots that all its rows use, or int64 [R' or 1] for one token.
+        `new` is what the method `new` returned, with rows in the order of blocks. `slots` has for
+        each block the first of q slots that all its rows use, or int64 [R' or 1] for one token.
         """
         self.make_room(position)
         pairs, place = self._centred(new), self.place_of(position)
@@ -289,9 +287,7 @@ class QuantizedKV:
             else:
                 block.copy_(torch.arange(slot, slot + q, device=block.device))
 
-    def place(
-        self, new: Sequence[Sequence[Tensor]], slots: Sequence[int | Tensor], place: Tensor
-    ) -> None:
+    def place(self, new: Sequence[Tensor], slots: Sequence[int | Tensor], place: Tensor) -> None:
         """Put one token's pair at a place [1] of the window, in a replayed step.
 
         The host has called `make_room`; other arguments are those of `write`.
@@ -304,10 +300,9 @@ class QuantizedKV:
         self.exact.index_copy_(1, place, pairs.to(self.dtype))
         self.exact_slots.index_copy_(1, place, of_pairs)
 
-    def _centred(self, new: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Return the new pairs of all blocks, the mean subtracted from keys: [R, q, 2, N]."""
-        blocks = [x[0] for (x,) in new]
-        pairs = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    def _centred(self, new: Sequence[Tensor]) -> Tensor:
+        """Return the new pairs [R, q, 2, N], the mean subtracted from keys."""
+        pairs = new[0][0]
         pairs[:, :, 0].sub_(self.mean)
         return pairs
 

@@ -419,7 +419,7 @@ def test_the_newest_are_exact_and_older_ones_written_as_codes(kv_dtype):
     slots = [30 + t if t % 3 else 29 for t in range(120)]  # each third one takes the same slot
     for t, slot in enumerate(slots):
         key, value = (x[:, t : t + 1] for x in new)
-        held.write([held.new(key @ held.rotation, value)], [slot], 30 + t)
+        held.write(held.new(key @ held.rotation, value), [slot], 30 + t)
         (read,) = held.read()
         for back in range(t + 1):
             if slots[t - back] in slots[t - back + 1 : t + 1]:
@@ -440,11 +440,12 @@ def test_joined_blocks_hold_what_each_holds_alone(kv_dtype):
     joined, g = QuantizedKV.joined(blocks).fitted([100, 30]), torch.Generator().manual_seed(4)
     alone = [x.fitted([n]) for x, n in zip(blocks, (100, 30), strict=True)]
     for t in range(60):
-        new = [torch.randn(n, 1, 2, 64, generator=g)[None] for n in (4, 3)]
+        key, value = torch.randn(2, 7, 1, 64, generator=g)
         slots = [30 + t, 20 + t % 3]
-        for part, x, slot in zip(alone, new, slots, strict=True):
-            part.write([[x.clone()]], [slot], 30 + t)
-        joined.write([[x] for x in new], slots, 30 + t)
+        parts = zip(alone, key.split([4, 3]), value.split([4, 3]), slots, strict=True)
+        for part, k, v, slot in parts:
+            part.write(part.new(k, v), [slot], 30 + t)
+        joined.write(joined.new(key, value), slots, 30 + t)
     for mine, theirs in zip(joined.read(), (x.read()[0] for x in alone), strict=True):
         assert all(map(torch.equal, mine, theirs))
 
