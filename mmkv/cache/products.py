@@ -62,7 +62,7 @@ class Coded(NamedTuple):
     def _floats(self, codes: Tensor) -> Tensor:
         """Return some of the codes in the type of steps, in new storage."""
         if self.half is not None:
-            codes = codes << 4 if self.half == "low" else codes & -16
+            codes = codes * 16 if self.half == "low" else codes & -16
         return codes.to(self.step.dtype)
 
     def _exact_index(self, rows: Tensor) -> Tensor:
