@@ -83,7 +83,13 @@ def check_plugin(path: Path) -> None:
 
 def _all_built_in() -> bool:
     """Return whether all policies are mmkv's own: no package adds any, nor a plugin loaded yet."""
-    return "mmkv.registry" not in sys.modules and not any(entry_points(group=x) for x in GROUPS)
+    return "mmkv.registry" not in sys.modules and not _packages_add_names()
+
+
+@cache
+def _packages_add_names() -> bool:
+    """Return whether an installed package adds policies or parts."""
+    return any(entry_points(group=x) for x in GROUPS)
 
 
 @cache
