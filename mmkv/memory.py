@@ -13,9 +13,9 @@ from typing import Any
 EIGHT_BITS_FROM, EIGHT_BITS_FROM_DROPPING = 0.12, 0.27
 # The prompt, in tokens, whose bytes decide whether all of its tokens fit.
 USUAL = 4000
-_BITS = {"int8": 8, "int4": 4}
-# How many numbers of a pair share a step, and the bytes of a step.
-_GROUP, _STEP = 64, 2
+# Types of kept pairs other than the model's own, and their bits.
+BITS = {"int8": 8, "int4": 4}
+_STEP = 2  # bytes of a step of codes
 _WEIGHT = 2  # bytes of a group's weight
 
 
@@ -100,6 +100,11 @@ class Allotment:
         return min(1.0, max(0.0, (per_token - index) / slot))
 
 
+def group(numbers: int) -> int:
+    """Return how many of a key's or a value's numbers share a step in 8 or 4 bits."""
+    return 64 if numbers % 64 == 0 else numbers
+
+
 def allot(
     memory: Memory,
     *,
@@ -132,10 +137,10 @@ def allot(
         return Allotment(memory, None, full, full, 0, 0, True)
     # float32 or wider; a slot number of 8 bytes for each exact pair.
     once = max(4, itemsize) * head_dim + first * (full + 8)
-    groups = numbers // (_GROUP if head_dim % _GROUP == 0 else head_dim)
+    groups = numbers // group(head_dim)
 
     def slot(kv_dtype: str) -> int:
-        return -(-numbers * _BITS[kv_dtype] // 8) + groups * _STEP
+        return -(-numbers * BITS[kv_dtype] // 8) + groups * _STEP
 
     def fits(kv_dtype: str) -> bool:
         return slot(kv_dtype) * USUAL + once <= memory * full * USUAL

@@ -19,8 +19,6 @@ from typing import Any
 
 # Entry points of policies, and of parts.
 GROUPS = ("mmkv.policies", "mmkv.parts")
-# Types of kept pairs other than the model's own.
-KV_DTYPES = ("int8", "int4")
 # Options of an evaluation's policies, added to their own (`mmkv.eval.variants`).
 OF_VARIANTS = ("profile", "kv_dtype", "evict_chunks", "question")
 # Arguments of `mmkv.wrap` beside policy and options.

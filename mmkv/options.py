@@ -13,7 +13,7 @@ import typer
 
 from mmkv import budgets, names
 from mmkv.loading import names as models
-from mmkv.memory import Memory
+from mmkv.memory import BITS, Memory
 from mmkv.terminal import show_errors
 
 
@@ -138,7 +138,7 @@ ProfileOption = Annotated[
 KvDtypeOption = Annotated[
     str | None,
     typer.Option(
-        callback=one_of("kv_dtype", names.KV_DTYPES),
+        callback=one_of("kv_dtype", BITS),
         help="int8 or int4: store kept keys and values in 8 or 4 bits.",
     ),
 ]

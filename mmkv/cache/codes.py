@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-BITS = {"int8": 8, "int4": 4}
-_GROUP = 64
+from mmkv.memory import BITS, group
+
 _STEPS = torch.float16
 
 
@@ -57,11 +57,6 @@ def rotation(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> Tenso
         matrix = matrix * torch.tensor([[1.0 if signs.random() < 0.5 else -1.0] for _ in range(D)])
         matrix = pad(matrix, (0, max(0, Dv - D)))
         return matrix.to(device, torch.promote_types(dtype, torch.float32))
-
-
-def group(N: int) -> int:
-    """Return how many of a key's or a value's N numbers share a step."""
-    return _GROUP if N % _GROUP == 0 else N
 
 
 def quantised(pairs: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache import selection
-from mmkv.cache.codes import BITS, relative_error, squares
+from mmkv.cache.codes import relative_error, squares
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.group_index import GroupIndex
 from mmkv.cache.layer import KeptKV
@@ -24,6 +24,7 @@ from mmkv.cache.quantize import NEWEST, WINDOW, QuantizedKV
 from mmkv.cache.selection import Kept, Ranking, no_autocast
 from mmkv.decode.slots import GrowingSlots, SlotSchedule, spare
 from mmkv.decode.victims import HeavyHitterSlots
+from mmkv.memory import BITS
 from mmkv.parts import Merge, RowSizes
 from mmkv.tensors import send
 

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.cache.codes import BITS, group
 from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.evict import first_slots, planned
 from mmkv.cache.group_index import GroupIndex
@@ -24,6 +23,7 @@ from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, block_of
 from mmkv.cache.plain import PlainKV
 from mmkv.cache.quantize import QuantizedKV
+from mmkv.memory import BITS, group
 
 
 @dataclass(frozen=True)

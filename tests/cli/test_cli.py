@@ -29,7 +29,6 @@ from helpers.picture_chat import LAYERS, make_picture_chat, picture_chat
 from helpers.profiles import profile_of
 from mmkv import chat, names, parts, registry, terminal
 from mmkv.builtin import example_pictures
-from mmkv.cache import codes
 from mmkv.cli import commands
 from mmkv.cli.chat import verdict
 from mmkv.demo.answer import Side
@@ -772,7 +771,6 @@ def test_names_equal_registry():
     }
     types = [registry.option_types(registry.policy_class(name)) for name in mmkv.list_policies()]
     assert names.options() == {option for x in types for option in x}
-    assert [*names.KV_DTYPES] == [*codes.BITS]
     arguments = {*inspect.signature(mmkv.wrap).parameters}
     assert {*names.OF_WRAP} == arguments - {"model", "policy", "policy_options"}
     assert [*speed.RANDOM] == [*models.SHAPES]

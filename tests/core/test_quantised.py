@@ -20,7 +20,6 @@ from helpers.masking import masked_logits
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
 from mmkv.cache import codes, products, quantize
-from mmkv.cache.codes import BITS
 from mmkv.cache.forward_pass import AttentionCall
 from mmkv.cache.kernels import attend
 from mmkv.cache.layer import KeptKV
@@ -28,6 +27,7 @@ from mmkv.cache.packed import packed, unpacked
 from mmkv.cache.padded_blocks import PaddedBlock, Step
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.decode.slots import GrowingSlots
+from mmkv.memory import BITS
 
 NEW = 52  # the window is full after 48, and its oldest tokens are written as codes
 ROWS = (56, 29, 41)
