@@ -41,6 +41,19 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
+# The editor draws at each frame, and frames cost much without a GPU: two a second are enough. What
+# moves while an answer streams stands still.
+FRAME = 0.5  # seconds
+FEW_FRAMES = """
+requestAnimationFrame = draw => setTimeout(() => draw(performance.now()), PAUSE);
+cancelAnimationFrame = clearTimeout;
+addEventListener('DOMContentLoaded', () => {
+  const still = document.createElement('style');
+  still.textContent = '*, *::before, *::after { animation: none !important; '
+    + 'transition: none !important; }';
+  document.head.append(still);
+});
+""".replace("PAUSE", str(1000 * FRAME))
 PATIENCE = 60  # seconds
 MESSAGE = "#problem .mm-error"
 ANSWERS = ".mm-answer[data-done=true]"
@@ -78,10 +91,7 @@ def browser(tmp_path_factory):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    # The editor draws at each frame, and frames cost much without a GPU: ten a second are enough.
-    frames = "requestAnimationFrame = draw => setTimeout(() => draw(performance.now()), 100);"
-    frames += "cancelAnimationFrame = clearTimeout"
-    driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": frames})
+    driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": FEW_FRAMES})
     # The browser's own start page asks for its parts: what is counted begins after it.
     driver.get("about:blank")
     asked_for(driver)
@@ -138,12 +148,12 @@ class Page:
     def draw(self):
         """A stroke across the middle."""
         self.click("#picture button[title=Brush]")
-        time.sleep(0.5)
+        time.sleep(3 * FRAME)
         mouse = webdriver.ActionChains(self.browser)
         mouse.move_to_element_with_offset(self.all("#picture canvas")[0], -60, 60).click_and_hold()
         mouse.move_by_offset(60, 0).move_by_offset(60, 0).release().perform()
         self.until(self.shows_picture, "a stroke")
-        time.sleep(0.5)
+        time.sleep(3 * FRAME)
 
     def type(self, text):
         field = self.all("#question textarea")[0]
@@ -170,6 +180,11 @@ class Page:
         self.browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", field)
         field.send_keys(Keys.CONTROL, "a")
         field.send_keys(str(value), Keys.TAB)
+
+    def shorten_answers(self):
+        """To few words: each of them is drawn."""
+        self.click("#settings button.label-wrap", 0)
+        self.set_number("input[type=number][aria-label*='Max new tokens']", 12)
 
     def without_floor(self):
         """A share of the tokens of the short example is what the tests look at."""
@@ -214,6 +229,7 @@ def page(server, browser):
 
 def test_two_turns_layers_and_another_policy(page):
     page.choose_example(0)
+    page.shorten_answers()
     page.without_floor()
     page.ask("Describe the picture.")
     full, compressed = page.answered(1)
@@ -293,6 +309,7 @@ def test_errors_show_in_the_page(page, tmp_path):
     page.type("   ")
     page.ask("")
     page.refused("The question is empty")
+    page.shorten_answers()
     page.without_floor()
     page.set_number("input[type=number][aria-label*='Budget']", 0.01)
     page.click("#protect input")
@@ -327,6 +344,7 @@ def test_two_tabs_at_once_keep_to_themselves(page, browser, server):
     for i, (tab, question) in enumerate(zip(tabs, questions, strict=True)):
         browser.switch_to.window(tab)
         page.choose_example(i)
+        page.shorten_answers()
         page.type(question)
     for tab in tabs:
         browser.switch_to.window(tab)
@@ -352,6 +370,7 @@ def test_the_page_fits_and_every_control_has_a_name(browser, server):
     emulate("dark").save("demo-1280-dark.png")
     page = emulate("light")
     page.choose_example(0)
+    page.shorten_answers()
     page.ask("Describe the picture.")
     page.answered(1)
     for width in (1280, 390):
