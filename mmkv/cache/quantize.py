@@ -210,21 +210,23 @@ class QuantizedKV:
         few = 2 * self.steps.shape[1] * self.codes.shape[-1] <= _FEW
         if few and self.codes.device.type == "cpu":
             return self._numbers(widths, whole=whole)
-        return [
-            part._coded(width, whole=whole)
-            for part, width in zip(self.split(), widths, strict=True)
-        ]
+        return self._coded(widths, whole=whole)
 
-    def _coded(self, width: int, *, whole: bool) -> tuple[Coded, Coded]:
-        """Return the result of `pairs` for one block, as codes."""
-        shape = self.shapes[0]
-        codes, steps = (x.unflatten(1, shape)[:, :, :width] for x in (self.codes, self.steps))
-        key_steps, steps = steps.mT.to(self.mean.dtype)
-        exact_keys, exact = self.exact.to(self.mean.dtype).unbind(2)
-        slots, mean = self.exact_slots[:, None], self.mean if whole else None
+    def _coded(self, widths: Sequence[int], *, whole: bool) -> list[tuple[Coded, Coded]]:
+        """Return the result of `pairs` as codes."""
+        steps, exact = (x.to(self.mean.dtype) for x in (self.steps, self.exact))
+        by_slot = (x.split_with_sizes(self._n_slots, 1) for x in (self.codes, steps))
+        of_rows = (*exact.unbind(2), self.exact_slots[:, None], self.mean)
+        by_row = (x.split_with_sizes(self._n_rows) for x in of_rows)
         of_key, of_value = (None, None) if self.bits == 8 else ("low", "high")
-        keys = Coded(codes[0], of_key, key_steps, exact_keys, slots, mean)
-        return keys, Coded(codes[-1], of_value, steps, exact, slots, None, self.sizes[1])
+        blocks, N, size = list[tuple[Coded, Coded]](), self.codes.shape[-1], self.sizes[1]
+        for (R, S), width, c, s, key, value, slots, mean in zip(
+            self.shapes, widths, *by_slot, *by_row, strict=True
+        ):
+            c, s = c.view(-1, R, S, N)[:, :, :width], s.view(2, R, S, -1)[:, :, :width].mT
+            keys = Coded(c[0], of_key, s[0], key, slots, mean if whole else None)
+            blocks.append((keys, Coded(c[-1], of_value, s[1], value, slots, None, size)))
+        return blocks
 
     def _numbers(self, widths: Sequence[int], *, whole: bool) -> list[tuple[Tensor, Tensor]]:
         """Return the result of `pairs` as tensors [R', width, N] and [R', width, Dv]."""
