@@ -78,13 +78,6 @@ def quantised(pairs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return codes, steps.movedim(2, 0).contiguous()
 
 
-def halves(codes: Tensor) -> Tensor:
-    """Return the codes of keys and of values, int8 [2, n, N], from 4-bit codes int8 [1, n, N]."""
-    # 16 moves the low half up; a product keeps the lowest 8 bits.
-    factors = torch.tensor([16, 1], dtype=codes.dtype, device=codes.device)
-    return (codes * factors[:, None, None]).bitwise_and_(-16)
-
-
 def squares(exact: Tensor, stored: Tensor, filled: Tensor) -> Tensor:
     """Return the sums of squares of each row's error and of the row itself: float32 [R, 2].
 

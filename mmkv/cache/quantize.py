@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mmkv.cache.codes import halves, quantised, rotation
+from mmkv.cache.codes import quantised, rotation
 from mmkv.cache.products import Coded, Pairs
 
 # On a CPU a layer of at most so many numbers, keys and values, is converted to floats before it is
@@ -230,7 +230,9 @@ class QuantizedKV:
 
     def _numbers(self, widths: Sequence[int], *, whole: bool) -> list[tuple[Tensor, Tensor]]:
         """Return the result of `pairs` as tensors [R', width, N] and [R', width, Dv]."""
-        codes = self.codes if self.bits == 8 else halves(self.codes)
+        codes = self.codes
+        if self.bits == 4:  # 16 moves the low half up; a product keeps the lowest 8 bits
+            codes = torch.cat([codes * 16, codes & -16])
         numbers, (_, n, G) = codes.to(self.mean.dtype), self.steps.shape
         numbers.view(2, n, G, -1).mul_(self.steps[..., None])
         # An unused place of the window adds zeros to an exact pair.

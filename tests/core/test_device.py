@@ -143,7 +143,10 @@ def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
         assert sum(found, Counter()) - sum(alone, Counter()) == Counter()
 
 
-@cases("variant", [*READING], Variant("prefixkv"), ids=str)
+CODED = Variant("snapkv", (("kv_dtype", "int4"),))
+
+
+@cases("variant", [*READING, CODED], Variant("prefixkv"), CODED, ids=str)
 def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
     """Three times for masks; once for sizes by all layers; once a layer for each of two numbers.
 
