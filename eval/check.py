@@ -20,9 +20,8 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from mmkv.budgets import named, number
-from mmkv.cache.codes import BITS
 from mmkv.forcing import checked_inputs
-from mmkv.memory import Memory
+from mmkv.memory import BITS, Memory
 from mmkv.terminal import Table, bar, plain
 
 from .arguments import MEMORY

@@ -15,12 +15,12 @@ import torch
 
 from mmkv.budgets import checked
 from mmkv.cache.allotment import empty_slots
-from mmkv.cache.codes import BITS, group
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.quantize import WINDOW
 from mmkv.calls import cache_in
 from mmkv.decode.slots import Ratio
 from mmkv.eval.speed.cards import Card
+from mmkv.memory import BITS, group
 from mmkv.policy import Policy
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers

@@ -192,7 +192,7 @@ def _store(
     for rows, schedule, width, capacity in planned(
         plan, prompt, slots.counts, slots.n_protected, expected, device
     ):
-        index = torch.from_numpy(rows).to(device, non_blocking=True)
+        index = send(rows, device)
         tokens, positions = (
             pad(x[index, :width], (0, capacity - width), value=-1)
             for x in (slots.tokens, slots.positions)
@@ -359,8 +359,8 @@ def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = SLACK) -> li
         slack: allowed padding as a share of the kept tokens, which decides the number of blocks.
 
     Returns:
-        Row indices of each block, ascending; blocks in order of their first row, as a layer whose
-        blocks have all rows in order need not sort them in each step.
+        Row indices of each block, ascending. Blocks are in the order of their first row, so that
+        a layer seldom has to reorder its rows in a step.
     """
     order = np.argsort(-counts, kind="stable")
     size = counts[order].astype(np.int64)

@@ -53,7 +53,7 @@ def attend(
     if visible is not None and visible.dtype == torch.bool:
         logits = logits.masked_fill(~visible, -torch.inf)
     elif visible is not None:
-        logits = logits.add_(visible)
+        logits += visible
     return mixed(logits.softmax(dim=-1), values)
 
 

@@ -21,6 +21,7 @@ from mmkv.cache.plain import PlainKV
 from mmkv.cache.prompt_kv import PromptKV, token_numbers
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.layer_inputs import Rotary, rows_of
+from mmkv.tensors import send
 
 
 @dataclass(eq=False)
@@ -101,8 +102,7 @@ class KeptKV:
         shape = self.batch * self.heads, max(x.shape[1] for x in parts), *parts[0].shape[2:]
         out = parts[0].new_full(shape, fill)
         for block, x in zip(self.blocks, parts, strict=True):
-            rows = torch.from_numpy(block.row_numbers).to(x.device, non_blocking=True)
-            out[rows, : x.shape[1]] = x
+            out[send(block.row_numbers, x.device), : x.shape[1]] = x
         return out
 
     def kept(self) -> Tensor:
@@ -192,19 +192,20 @@ class KeptKV:
         key, value = key.detach().flatten(0, 1), value.detach().flatten(0, 1)
         if (rotation := self.stored.rotation) is not None:
             rows, key = rows.to(rotation.dtype) @ rotation, key.to(rotation.dtype) @ rotation
-        inputs = [rows[None], *self.stored.new(key, value)]  # rows are their second dimension
-        n = len(inputs)
-        if masked is not None:
-            inputs.append(masked.repeat_interleave(self.heads, dim=0)[None])
+        new = self.stored.new(key, value)
         order, inverse = self._order
+        if masked is not None:
+            masked = masked.repeat_interleave(self.heads, dim=0)
         if order is not None:
-            inputs = [x.index_select(1, order) for x in inputs]
-        self._write(inputs[1:n], step)
+            rows = rows.index_select(0, order)
+            new = [x.index_select(1, order) for x in new]
+            masked = None if masked is None else masked.index_select(0, order)
+        self._write(new, step)
         widths = [b.width_of(q) for b in self.blocks]
         pairs = self.stored.pairs(widths, whole=step.softcap is not None)
         n_rows = [len(b.positions) for b in self.blocks]
-        queries, *hidden = (x[0].split_with_sizes(n_rows) for x in (inputs[0], *inputs[n:]))
-        parts = zip(self.blocks, queries, pairs, *hidden or [[None] * len(n_rows)], strict=True)
+        hidden = [None] * len(n_rows) if masked is None else masked.split_with_sizes(n_rows)
+        parts = zip(self.blocks, rows.split_with_sizes(n_rows), pairs, hidden, strict=True)
         out = [block.attend(x, kv, unseen, step) for block, x, kv, unseen in parts]
         joined = out[0] if len(out) == 1 else torch.cat(out)
         if inverse is not None:
@@ -232,7 +233,7 @@ class KeptKV:
         for block in self.blocks:
             new_rows = np.flatnonzero(np.isin(old_rows, block.row_numbers))
             chosen = np.searchsorted(block.row_numbers, old_rows[new_rows])
-            indices.append(torch.from_numpy(chosen).to(block.positions.device))
+            indices.append(send(chosen, block.positions.device))
             if len(new_rows):
                 blocks.append(block.select(chosen, new_rows))
         return replace(
@@ -256,8 +257,7 @@ class KeptKV:
         if (np.diff(order) > 0).all():
             return None, None
         device = self.blocks[0].positions.device
-        index, inverse = (torch.from_numpy(x) for x in (order, order.argsort()))
-        return index.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+        return send(order, device), send(order.argsort(), device)
 
 
 class CompressedLayer(CacheLayerMixin):

@@ -20,6 +20,7 @@ from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.kernels import attend, weigh
 from mmkv.cache.products import Pairs, mixed
 from mmkv.decode.slots import SlotSchedule, spare
+from mmkv.tensors import send
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ class PaddedBlock:
         """Return a copy of the block's rows `chosen`, which become the layer's rows `rows`."""
         if self.frozen:
             self.thaw()
-        index = torch.from_numpy(chosen).to(self.positions.device)
+        index = send(chosen, self.positions.device)
 
         def of(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[index]
