@@ -41,8 +41,8 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-# The editor draws at each frame, and frames cost much without a GPU: two a second are enough. What
-# moves while an answer streams stands still.
+# Without a GPU each frame that the browser draws costs much time, so the editor gets two a second,
+# and nothing is animated.
 FRAME = 0.5  # seconds
 FEW_FRAMES = """
 requestAnimationFrame = draw => setTimeout(() => draw(performance.now()), PAUSE);
@@ -182,7 +182,7 @@ class Page:
         field.send_keys(str(value), Keys.TAB)
 
     def shorten_answers(self):
-        """To few words: each of them is drawn."""
+        """Limit answers to 12 tokens, as the browser draws each of them."""
         self.click("#settings button.label-wrap", 0)
         self.set_number("input[type=number][aria-label*='Max new tokens']", 12)
 
