@@ -97,8 +97,10 @@ AttentionMaskInterface.register("test_masked", ALL_MASK_ATTENTION_FUNCTIONS["eag
 def held_by(cache: Any, layer: int) -> Tensor:
     """`cache.kept(layer)`, with attribute `groups`: `cache.groups(layer)`, biases and leaders."""
     kept = cache.kept(layer).clone()
-    weights, member = cache.groups(layer)
     kept.groups = None
+    if cache.plan.policy.merge is None:
+        return kept
+    weights, member = cache.groups(layer)
     if weights.numel():
         held = cache.layers[layer].dense()
         bias, leaders = torch.full(weights.shape, -math.inf), torch.full_like(weights, -1)
