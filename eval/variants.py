@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,9 @@ from typing import Any
 
 from mmkv.budgets import note, number
 from mmkv.cache import codes
+from mmkv.chat import parse_value
 from mmkv.memory import Memory
+from mmkv.names import split_pair
 from mmkv.planning import comparing
 from mmkv.policy import Policy
 from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
@@ -75,7 +76,8 @@ def parse_variants(
     Args:
         policies: "name" or "name:option=value:option=value"; besides the policy's options,
             "profile", "kv_dtype", "evict_chunks" with the tokens of a chunk, and "question=hidden".
-        options: passed to every policy that has them; one that no policy has is refused.
+        options: values or their texts, passed to every policy that has them; one that no policy
+            has is refused.
         exact: whether `least` is 0 by default, in place of the policy's own.
 
     Raises:
@@ -99,17 +101,19 @@ def _parse(text: str, options: Mapping[str, Any], exact: bool) -> tuple[Variant,
     """Return one variant, and the names of its policy's options."""
     name, *parts = text.strip().split(":")
     name = policy_class(name).name
-    own_options = parse_options(parts)
-    profile, kv_dtype, chunk = (own_options.pop(x, None) for x in (PROFILE, KV_DTYPE, CHUNKS))
-    question = own_options.pop(QUESTION, "visible")
+    texts = parse_options(parts)
+    profile, kv_dtype, chunk_text = (texts.pop(x, None) for x in (PROFILE, KV_DTYPE, CHUNKS))
+    question = texts.pop(QUESTION, "visible")
     if question not in QUESTIONS[:2]:
         raise ValueError(f"question={question!r}: expected visible or hidden")
-    if chunk is not None and (type(chunk) is not int or chunk < 1):
-        raise ValueError(f"evict_chunks={chunk!r}: expected the tokens of a chunk, 1 or more")
+    chunk = int(chunk_text) if chunk_text and chunk_text.isdecimal() else None
+    if chunk_text is not None and not chunk:
+        raise ValueError(f"evict_chunks={chunk_text!r}: expected the tokens of a chunk, 1 or more")
     if kv_dtype is not None:
         codes.check(kv_dtype)
+    own_options = _typed(name, texts)
     known = set(get_policy(name, **own_options).flat())
-    shared = {k: v for k, v in options.items() if k in known}
+    shared = _typed(name, {k: v for k, v in options.items() if k in known})
     policy_options = (exact_share(name) if exact else {}) | shared | own_options
     policy = get_policy(name, **policy_options)
     if policy.layers.learns:
@@ -137,19 +141,24 @@ def with_question(policies: Sequence[str], question: str) -> list[str]:
     return texts
 
 
-def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Return options from "key=value" texts; a value is JSON, or else a word. Raises ValueError."""
-    options: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        key = key.strip()
-        if not equals or not key or key in options:
-            raise ValueError(f"option {text!r}: expected key=value, each key once")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = {"True": True, "False": False, "None": None}.get(value, value)
+def parse_options(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the texts of options such as "window=16" by name. Raises ValueError."""
+    options: dict[str, str] = {}
+    for pair in pairs:
+        name, text = split_pair(pair)
+        if name in options:
+            raise ValueError(f"option {pair!r}: {name} is given twice")
+        options[name] = text
     return options
+
+
+def _typed(policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with texts parsed by the types of the policy's fields. Raises ValueError."""
+    types = option_types(policy_class(policy))
+    return {
+        name: parse_value(name, x, types.get(name, str)) if isinstance(x, str) else x
+        for name, x in options.items()
+    }
 
 
 def plugin_arguments(
@@ -163,7 +172,7 @@ def plugin_arguments(
     if plugin := kwargs.get("plugin"):
         load_plugin(plugin)
     names = {*option_types(policy_class(policy)), KV_DTYPE}
-    given_options = parse_options([f"{k}={v}" for k, v in kwargs.items() if k in names])
+    given_options = _typed(policy, {k: v for k, v in kwargs.items() if k in names})
     policy_options = exact_share(policy) | given_options
     chosen = get_policy(policy, **{k: v for k, v in policy_options.items() if k != KV_DTYPE})
     size = None

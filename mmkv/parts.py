@@ -178,9 +178,10 @@ class Heads(Part):
         """Return how many of the competing tokens each head keeps.
 
         Args:
-            scores: [B, H, C]; -inf for tokens that do not compete.
+            scores: [B, H, C]; -inf for tokens that do not compete. With `scope` "model" the heads
+                of all L layers follow each other, and H stands for L * H.
             totals: int64 [B], tokens over all heads of a row; 0 where there is nothing to split.
-            layer_idx: the layer's number in the model.
+            layer_idx: the layer's number in the model; 0 with `scope` "model".
 
         Returns:
             int64 [B, H] of sum `totals`, each at most the number of tokens that compete.
@@ -386,6 +387,7 @@ def _other_type(value: Any, hint: Any) -> str:
         (bool, isinstance(value, bool), "True or False"),
         (int, isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
         (float, isinstance(value, Real) and not isinstance(value, bool), "a number"),
+        (str, isinstance(value, str), "a text"),
     ):
         if kind in hints:
             return "" if fits else expected

@@ -220,7 +220,7 @@ class TestRows:
         ("texts", "why"),
         [
             (("nope",), "unknown policy 'nope'"),
-            (("snapkv:graph",), "key=value"),
+            (("snapkv:graph",), "name=value"),
             (("snapkv:kv_dtype=int7",), "int7"),
             (("snapkv", "snapkv"), "twice"),
             (("snapkv:evict_chunks=64",), "chunks"),

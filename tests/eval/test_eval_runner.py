@@ -266,7 +266,7 @@ def test_wrong_arguments_raise(model, tokenizer, tmp_path):
         "unknown policy 'snapkx'": {"policies": ["snapkx"]},
         "metric 'bleu'": {"metrics": ["bleu"]},
         "budget=1.5": {"budgets": [1.5]},
-        "no samples": {"samples": []},
+        "samples: there are none": {"samples": []},
         "batch_size=0": {"batch_size": 0},
         "'windw' is read by none": {"options": {"windw": 3}},
         "window='wide': expected a whole number": {"options": {"window": "wide"}},
@@ -311,8 +311,15 @@ def test_variants():
             parse_variants([f"condense:evict_chunks={wrong}"])
     with pytest.raises(ValueError, match="kv_dtype='int3': expected"):
         parse_variants(["snapkv:kv_dtype=int3"])
-    found = parse_options(["a=1", "b=x", "c=0.5", "d=None"])
-    assert found == {"a": 1, "b": "x", "c": 0.5, "d": None}
+    assert parse_options(["a=1", "b-c=None"]) == {"a": "1", "b_c": "None"}
+    texts = {"pooling": "none", "window": "8", "recency_weighted": "true"}
+    (typed,) = parse_variants(["snapkv:kernel_size=3"], texts)
+    of_types = {"pooling": None, "window": 8, "recency_weighted": True, "kernel_size": 3}
+    assert typed.options == of_types
+    (asked,) = parse_variants(["kvzip:instruction=9690"])
+    assert asked.options["instruction"] == "9690"
+    with pytest.raises(ValueError, match="instruction=9690: expected a text"):
+        parse_variants(["kvzip"], {"instruction": 9690})
     refused = {
         "named twice": ["h2o", "h2o"],
         "no effect": ["local:window=3"],
