@@ -20,12 +20,6 @@ if TYPE_CHECKING:
 
     from .variants import Variant
 
-_HINTS = {
-    "ppl": " (lower is better)",
-    "divergence": " (lower is better)",
-    "rouge": " against the full cache's reply",
-    "retained": ", mean over layers",
-}
 _BLACK = "#222222"
 
 

@@ -107,7 +107,9 @@ class Capture(CompressedCache):
         self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Raise ValueError: recurrent states cannot be recorded."""
-        raise ValueError("a pass of a model with linear attention cannot be taken in")
+        raise ValueError(
+            f"layer {layer_idx} has linear attention, which --replay cannot record: run without it"
+        )
 
     def read(self, inputs: LayerInputs) -> None:
         """Record all inputs of a compressed layer's attention."""

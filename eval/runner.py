@@ -93,7 +93,7 @@ def run(
     variants = check_arguments(policies, budgets, metrics, options, exact=exact)
     budgets = [number(budget) for budget in budgets]
     if not samples:
-        raise ValueError("no samples")
+        raise ValueError("samples: there are none; give one or more")
     suite = samples[0].suite
     if "score" in metrics and all(s.metric is None for s in samples):
         raise ValueError(f"metric 'score': suite {suite!r} has none; use other metrics")
@@ -195,7 +195,9 @@ def check_arguments(
     """Return the policies, the full cache first. Raises ValueError for bad arguments."""
     check_metrics(metrics)
     if not budgets or not policies:
-        raise ValueError("no budgets" if policies else "no policies")
+        what = "budgets" if policies else "policies"
+        example = "[0.2]" if policies else "['condense']"
+        raise ValueError(f"{what}: there are none; give one or more, such as {what}={example}")
     variants = parse_variants(policies, options, exact=exact)
     full = [v for v in variants if v.label == FULL]
     if not full and {"rouge", *COMPARED} & {*metrics}:

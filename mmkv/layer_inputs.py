@@ -159,8 +159,8 @@ class LayerInputs:
         rotary: embedding of the last Q tokens; None if the score does not read it (`uses_rotary`),
             or the layer has none.
         weight: function that returns the output projection [Hq, hidden, Dv], see `output_weight`.
-        of_weight: function that returns what a function computes of that, [Hq, ...], and keeps it
-            for the next prompt; None: it is computed anew.
+        of_weight: calls a function with that projection and returns the result [Hq, ...], which is
+            cached for the next prompts; None: nothing is cached.
         head: int64 [B], each row's key-value head, if each head is a row; otherwise None.
     """
 

@@ -39,7 +39,7 @@ class Profile:
     """Kept fraction of each compressed layer, or a measurement of each of its heads.
 
     Attributes:
-        fractions: one number in (0, 1] per layer; empty for measurements of heads.
+        fractions: one number in [0, 1] per layer; empty for measurements of heads.
         budget: the budget requested, the mean of the fractions up to rounding; None for
             measurements of heads, which serve every budget.
         policy: the policy it was measured with; None if unknown.

@@ -121,13 +121,13 @@ def bind(host: str, port: int) -> socket.socket:
         raise ValueError(f"{option}: {error.strerror}") from None
 
 
-def check_place(folder: Path) -> None:
-    """Refuse a folder that neither exists nor can be made."""
+def check_place(folder: Path, option: str = "--out") -> None:
+    """Raise ValueError if the folder of an option neither exists nor can be made."""
     existing = next(x for x in (folder, *folder.parents) if x.exists())
     if not existing.is_dir():
-        raise ValueError(f"--out {folder}: {existing} is a file, not a folder")
+        raise ValueError(f"{option} {folder}: {existing} is a file, not a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {folder}: {existing.absolute()} is not writable")
+        raise ValueError(f"{option} {folder}: {existing.absolute()} is not writable")
 
 
 def show_errors(command: Callable[P, T]) -> Callable[P, T]:

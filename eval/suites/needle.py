@@ -72,10 +72,7 @@ def _insert(parts: list[str], needle: str, depth: float) -> list[str]:
 def read_words(data: Path) -> list[str]:
     """Return the words of a text file, of a folder's text files, or of the package's novels
     ("novels"). Raises DataError."""
-    if files.stands_for(data, files.NOVELS):
-        return " ".join(files.novels().values()).split()
-    paths = sorted(data.glob("*.txt")) if data.is_dir() else [data]
-    words = [word for path in paths for word in files.read_text(path).split()]
+    words = [word for _, text in files.texts(data, ".txt") for word in text.split()]
     if len(words) < LENGTHS[0]:
         requirement = f"a haystack of {LENGTHS[0]} words or more in .txt files"
         raise DataError(f"{data}: expected {requirement}, got {len(words)}")

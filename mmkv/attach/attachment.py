@@ -1,6 +1,6 @@
 """The changes that `wrap` makes to one model, and their undo.
 
-Those of methods of `generate` make its cache, and refuse options that it does not support. Hooks
+Replaced methods of `generate` make the cache and refuse options that it does not support. Hooks
 and overrides are partial functions bound to an `Attachment`, not closures, so that a wrapped
 model can be pickled, and its deep copy is a separate wrapped model.
 """

@@ -188,8 +188,10 @@ class CompressedCache(CacheState):
         if mask is None:
             return
         if q > 1 and not bool(mask[:, -q:].all()):
+            row = int((~mask[:, -q:].all(-1)).nonzero()[0])
             raise ValueError(
-                "padding among tokens that continue a compressed cache is not supported"
+                f"row {row} has padding among its {q} new tokens, which continue a compressed "
+                "cache: give the new turn and the cache to model.generate"
             )
         valid = self.valid_tokens(mask.shape[1] - q)
         assert valid is not None
@@ -228,7 +230,7 @@ class CompressedCache(CacheState):
         q = call.query.shape[2]
         if q > 1 and running.view(call.mask) is not None:
             raise ValueError(
-                "image tokens that see later ones continue a compressed prompt: give the new "
+                f"the {q} new tokens have image tokens that attend to later ones: give the new "
                 "turn and the cache to model.generate"
             )
         masked = None if running.masked is None else running.masked.to(call.key.device)

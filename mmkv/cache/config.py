@@ -1,4 +1,4 @@
-"""The settings of a wrap, checked, and the masks of the tokens that they pin.
+"""The settings of a wrapped model, and the masks of the tokens that they pin.
 
 Budgets are per row: a row of a left-padded batch is sized by its own length, so it keeps the same
 tokens in a batch as alone.
@@ -32,7 +32,10 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The settings of a wrap: policy, budget, profile and options. They depend on no model."""
+    """The settings of a wrapped model: policy, budget, profile and options.
+
+    `mmkv.planning` checks them.
+    """
 
     policy: Policy
     budget: float | int | None

@@ -86,7 +86,10 @@ def needs_gradient(query: Tensor) -> bool:
 
 
 def products(query: Tensor, keys: Tensor | Coded, scale: float) -> Tensor:
-    """Return the logits [R, Q, S] of queries [R, Q, D]; in float32 or wider on CUDA."""
+    """Return the logits [R, Q, S] of queries [R, Q, D].
+
+    On CUDA they are float32 or wider, but for queries in 16 bits that need a gradient.
+    """
     if isinstance(keys, Coded):
         return keys.products(query * scale)
     if query.is_cuda and query.itemsize == 2 and not needs_gradient(query):

@@ -50,9 +50,9 @@ class PromptKV:
         measured: float32 [B], the result of `Layers.measure` for the layer sizes; None: not used.
         reference: queries that the weights of groups are fitted to; None: a weight is a count.
         evicted: whether an earlier eviction may have dropped tokens.
-        means: [B, H, 1, D], the means that pairs in few bits are held less, which a row keeps so
-            that it has the same codes when it is stored again; NaN for a row without earlier pairs;
-            None: pairs were whole.
+        means: [B, H, 1, D], means of rotated keys, which were subtracted before the keys became
+            codes; used again, so that storing them again gives the same codes; NaN for a row
+            without earlier pairs; None: pairs were not codes.
     """
 
     keys: Tensor

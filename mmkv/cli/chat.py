@@ -150,7 +150,7 @@ def _check_context(context: Path, files: Sequence[str]) -> None:
         )
     if not context.exists() and not files:
         raise ValueError(f"--context {context}: no such file; add a picture or text to create it")
-    check_place(context.parent)
+    check_place(context.parent, "--context")
 
 
 def _files_and_question(words: list[str]) -> tuple[list[str], str]:

@@ -1,4 +1,4 @@
-"""Each layer's attention as modules of some of its heads: one of all small heads."""
+"""Splits a layer's attention into modules: of heads kept whole, and of all compressed heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler and the workers need of the plugin's options, after `options.checked`."""
+"""What the scheduler and the workers need of the plugin's options, after `options.resolved`."""
 
 from __future__ import annotations
 

@@ -121,6 +121,8 @@ class TestChat:
         )
         assert f"leave {picture} out" in complaint(capsys, "chat", picture, "x", "--context", path)
         none = complaint(capsys, "chat", "x", "--context", tmp_path / "none")
+        inside = complaint(capsys, "chat", picture, "x", "--context", picture / "x")
+        assert f"--context {picture}: {picture} is a file" in inside
         assert "no such file; add a picture or text to create it" in none
         other = complaint(capsys, "chat", "x", "--context", path, "--budget", "0.3")
         assert "read with budget=0.2, and the model is wrapped with budget=0.3 now" in other

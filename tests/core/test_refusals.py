@@ -216,7 +216,7 @@ def test_padding_among_tokens_that_continue(text_model):
         cache = text_model(**inputs, use_cache=True).past_key_values
         for hidden in (40, 41, 42):
             mask[0, hidden] = 0
-            with pytest.raises(ValueError, match="padding among tokens that continue"):
+            with pytest.raises(ValueError, match="row 0 has padding among its 3 new tokens"):
                 text_model(input_ids=new, attention_mask=mask, past_key_values=cache)
             mask[0, hidden] = 1
         text_model(input_ids=new, attention_mask=mask, past_key_values=cache)

@@ -176,7 +176,7 @@ def test_shares_of_bytes_set_tokens_and_type(model, prompt):
         ({"inputs": [make_inputs("llama", (9, 8))]}, "prompt 1 has 2 rows or padding"),
         ({"inputs": [make_inputs("llama", (2044,))]}, r"2,044 tokens, and with 10 .* 2,048"),
         ({"within": 0}, "within=0"),
-        ({"budgets": ()}, "no budgets"),
+        ({"budgets": ()}, "budgets: there are none"),
         ({"budgets": (0.2, 1.5)}, r"budget=1\.5"),
         ({"budgets": (3,)}, "budget=3 is below the 6 tokens"),
         ({"max_new_tokens": 1}, "max_new_tokens=1"),

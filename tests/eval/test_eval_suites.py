@@ -173,8 +173,9 @@ def test_summaries_are_read_and_errors_named(tmp_path, suite, source, target):
 
 
 def test_a_haystack_of_words_holds_the_needle_at_its_depth(tmp_path):
-    (tmp_path / "hay.txt").write_text("hay " * 1200, encoding="utf-8")
-    found = load_suite("needle", tmp_path / "hay.txt")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "hay.txt").write_text("hay " * 1200, encoding="utf-8")
+    found = load_suite("needle", tmp_path)
     assert {s.tags[1] for s in found} == {"length=500", "length=1000"}
     for sample in found:
         text = sample.prompt.split("\n\n")[0]
@@ -183,7 +184,7 @@ def test_a_haystack_of_words_holds_the_needle_at_its_depth(tmp_path):
         assert f"depth={depth}" in sample.tags
     (tmp_path / "hay.txt").write_text("hay " * 10)
     with pytest.raises(DataError, match="got 10"):
-        load_suite("needle", tmp_path)
+        load_suite("needle", tmp_path / "hay.txt")
 
 
 @pytest.mark.parametrize(
