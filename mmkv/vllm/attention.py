@@ -159,7 +159,7 @@ class SplitAttention(nn.Module):
             x.view(-1, self.kv_heads, n * self.dim)
             for x, n in ((query, self.group), (key, 1), (value, 1))
         ]
-        outputs = list[Tensor]()
+        outputs: list[Tensor] = []  # torch.compile does not trace `list[Tensor]()`
         for part in self.parts:
             own = [x.index_select(1, part.at).flatten(1) for x in inputs]
             outputs.append(part(*own, None, output_dtype))

@@ -56,8 +56,12 @@ def rotary(layer_name: str) -> tuple[Tensor, Tensor, bool] | None:
 
 @functools.cache
 def _table(module: Any) -> tuple[Tensor, Tensor, bool]:
-    cos, sin = module.cos_sin_cache.float().chunk(2, -1)
-    if module.is_neox_style:
+    if (table := getattr(module, "cos_sin_cache", None)) is None:  # Phi-3's longrope
+        n = module.original_max_position_embeddings
+        both = module.long_short_cos_sin_cache
+        table = both[n:] if module.use_long_rope else both[:n]
+    cos, sin = table.float().chunk(2, -1)
+    if getattr(module, "is_neox_style", True):
         return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1), False
     return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1), True
 
@@ -86,7 +90,6 @@ def of_output_weights(part: Any, function: Callable[[Tensor], Tensor]) -> Tensor
     return function(output_weights(part))
 
 
-@functools.cache
 def _neighbour(layer_name: str, names: tuple[str, ...]) -> Any:
     """Return the first of the modules that stands next to the attention `...self_attn.attn.h0`."""
     parent = _runner.get_model().get_submodule(layer_name.rsplit(".", 2)[0])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
@@ -150,3 +154,26 @@ def test_half_precision_follows_float32(start: Any, twin: Any) -> None:
         found = engine.generate(ids, 4)
         expected = reference(engine, twin, "condense")
         assert [x[:1] for x in found] == [expected.generate(x, 1) for x in ids]
+
+
+def test_a_compiled_engine_equals_transformers(start: Any, twin: Any) -> None:
+    """By default vLLM compiles a model."""
+    ids = prompts(300, 129)
+    with start(CONDENSE, enforce_eager=False) as engine:
+        expected = reference(engine, twin, "condense")
+        assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
+
+
+def test_a_second_model_in_one_process_is_scored_by_its_own_weights(
+    start: Any, twin: Any, tiny: Path, tmp_path: Path
+) -> None:
+    other, ids = copy.deepcopy(twin), prompts(300, 555)
+    with torch.no_grad():
+        for layer in other.model.layers:  # condense weighs values by them
+            layer.self_attn.o_proj.weight.copy_(layer.self_attn.o_proj.weight.flip(1))
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True)
+    other.save_pretrained(tmp_path)
+    for folder, model in ((tiny, twin), (tmp_path, other)):
+        with start(CONDENSE, model=str(folder)) as engine:
+            expected = reference(engine, model, "condense")
+            assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
