@@ -29,6 +29,8 @@ VERSIONS = ("0.32.",)
 # Decoders whose queries, keys and positions are those that a policy expects.
 _DECODERS = ("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")
 _OWN = ("budget", "memory", "policy", "probe", "plugins")
+# Keys of what `resolved` returns, from which vLLM makes configurations again.
+_RESOLVED = {"policy", "plugins", "options", "budget", "unit", "classes"}
 
 
 def supported() -> bool:
@@ -47,7 +49,7 @@ def register() -> None:
     @functools.wraps(original)
     def create(self: Any, *args: Any, **kwargs: Any) -> Any:
         given: Any = (self.additional_config or {}).get("mmkv")
-        if given is None or (isinstance(given, dict) and "classes" in given):
+        if given is None or (isinstance(given, dict) and given.keys() == _RESOLVED):
             return original(self, *args, **kwargs)
         policy, budget = parsed(given)
         _check_version()
@@ -149,8 +151,10 @@ def _check_engine(config: Any) -> None:
         ValueError: one is on; the message says how to turn it off.
     """
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
-    kind = model.hf_text_config.model_type
-    sliding = "sliding_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
+    kind, window = model.hf_text_config.model_type, model.get_sliding_window()
+    kinds = getattr(model.hf_text_config, "layer_types", None) or ()
+    sliding = "sliding_attention" in kinds
+    all_sliding = "full_attention" not in kinds if kinds else bool(window)
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
     for refused, what, remedy in (
         (config.speculative_config, "speculative decoding", "leave --speculative-config out"),
@@ -171,6 +175,17 @@ def _check_engine(config: Any) -> None:
             "leave --kv-cache-dtype out",
         ),
         (config.use_v2_model_runner, "Model Runner V2", "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (
+            all_sliding,
+            f"a model whose layers all have a sliding window, of {window} tokens",
+            "serve this model without mmkv",
+        ),
+        (model.runner_type == "pooling", "embeddings and pooling", "serve this model without mmkv"),
+        (
+            config.scheduler_config.disable_hybrid_kv_cache_manager,
+            "a single KV cache group",
+            "leave --disable-hybrid-kv-cache-manager out",
+        ),
         (
             sliding and cache.enable_prefix_caching,
             "prefix caching of a model with sliding windows",
@@ -205,6 +220,8 @@ def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) 
             found = classes_of(dict(zip(places, shares, strict=True)), budget)
     if not found:
         unit, found = heads, equal_class(layers, heads, budget)
+    if all(round(x.share, 6) == 1 for x in found):
+        raise ValueError(f"mmkv: budget={budget:g} keeps everything: leave the mmkv options out")
     classes = [[round(x.share, 6), [list(place) for place in x.heads]] for x in found]
     sizes = ", ".join(f"{len(x.heads)} heads keep {100 * x.share:.0f} %" for x in found)
     logger.info("mmkv: policy %s, budget %s: %s", policy.name, budget, sizes)
@@ -230,6 +247,11 @@ def _probed(model: Any, given: str | None, layers: int, heads: int) -> Any:
         ValueError: there is no such file, or it belongs to another model.
     """
     path = probes.path_of(model.model) if given is None else Path(given)
+    if given is not None and not path.is_file():
+        raise ValueError(
+            f"mmkv: probe={given!r} is no file: name one, or leave 'probe' out and run `mmkv probe "
+            f"{model.model}` once"
+        )
     if not path.is_file():
         raise ValueError(
             f"mmkv: {path} is missing, which says how much each head keeps: run `mmkv probe "

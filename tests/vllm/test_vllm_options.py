@@ -73,6 +73,17 @@ def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path) -> None:
         created(tiny, given, speculative_config=speculation)
     with pytest.raises(ValueError, match="split over processes: use --data-parallel-size"):
         created(tiny, given, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="leave --disable-hybrid-kv-cache-manager out"):
+        created(tiny, given, disable_hybrid_kv_cache_manager=True)
+    with pytest.raises(ValueError, match="pooling: serve this model without mmkv"):
+        created(tiny, given, runner="pooling")
+    with pytest.raises(ValueError, match="all have a sliding window, of 64 tokens"):
+        created(tiny, given, hf_overrides={"sliding_window": 64})
+    for share in (1.0, 0.9999999):
+        with pytest.raises(ValueError, match="keeps everything: leave the mmkv options out"):
+            created(tiny, {"budget": share, "heads": "uniform"})
+    with pytest.raises(ValueError, match="unknown option 'classes'"):
+        created(tiny, given | {"classes": 5})
     for kind in ("fp8", "bfloat16"):
         with pytest.raises(ValueError, match=f"a KV cache of {kind} for a model of torch.float32"):
             created(tiny, given, kv_cache_dtype=kind)
@@ -88,6 +99,8 @@ def test_a_missing_probe_says_how_to_make_one(tiny: Path, monkeypatch: Any, tmp_
     monkeypatch.setenv("MMKV_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=f"run `mmkv probe {tiny}` once, or use 'heads'"):
         created(tiny, {"budget": 0.3})
+    with pytest.raises(ValueError, match=f"probe='{tmp_path}' is no file: name one, or leave"):
+        created(tiny, {"budget": 0.3, "probe": str(tmp_path)})
     found = created(tiny, {"budget": 0.3, "heads": "uniform"}).additional_config["mmkv"]
     assert [share for share, _ in found["classes"]] == [0.3]
     path = probes.path_of(str(tiny))
