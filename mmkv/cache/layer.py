@@ -82,8 +82,8 @@ class KeptKV:
         if isinstance(self.stored, QuantizedKV):
             means = self._joined([x.mean for x in self.stored.split()], 0)
             means = means.unflatten(0, (self.batch, self.heads))
-            # A row that has not begun has no mean yet.
-            means = means.masked_fill((positions < 0).all(-1)[..., None, None], torch.nan)
+            # A row without codes has no mean yet.
+            means = means.masked_fill((means == 0).all(-1, keepdim=True), torch.nan)
         keys, values = map(by_age, zip(*self.stored.read(), strict=True))
         return PromptKV(
             keys,

@@ -46,7 +46,8 @@ class QuantizedKV:
             a token of its own holds zeros.
         exact_slots: int64 [R, X], the slot of each place, to which its pair is added; rows count
             their own slots.
-        mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider.
+        mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider. It is
+            0 until a row has codes, and does not change after that.
         sizes: D and Dv; None: N both.
         start: the position of the token that enters the window at its place 0.
         opened: whether there is a window, from the first generated token on.
@@ -343,10 +344,21 @@ class QuantizedKV:
         if n_written < WINDOW or n_written % BULK:
             return
         at = slice(n_written % WINDOW, n_written % WINDOW + BULK)
+        self._take_mean(at)
         slots, pairs = self._first + self.exact_slots[:, at], self.exact[:, at]
         codes, steps = quantised(pairs.to(self.mean.dtype), self.bits)
         self.codes[:, slots], self.steps[:, slots] = codes, steps
         self.exact[:, at], self.exact_slots[:, at] = 0.0, self.exact_slots[:, -1:]
+
+    def _take_mean(self, at: slice) -> None:
+        """Take the mean of the keys at these places of the window, for rows that have no codes."""
+        has_codes = (self.mean != 0).any(-1, keepdim=True)
+        held = (self.exact != 0).flatten(2).any(-1)[..., None]
+        total = self.exact[:, at, 0].to(self.mean.dtype).sum(1, keepdim=True)
+        mean = total / held[:, at].sum(1, keepdim=True).clamp(min=1)
+        mean.masked_fill_(has_codes, 0.0)
+        self.mean += mean
+        self.exact[:, :, 0] -= mean * held
 
     def select(self, rows: Sequence[Tensor]) -> QuantizedKV:
         """Return a copy of rows of each block, int64 [n], which may repeat; n may be 0.

@@ -17,7 +17,7 @@ import mmkv
 from helpers.few_bits import Row, fake_quantise, rotated_by
 from helpers.marks import cases
 from helpers.masking import masked_logits
-from helpers.models import IMAGE, make_inputs, make_model, next_turn
+from helpers.models import IMAGE, continued, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
 from mmkv.cache import codes, products, quantize
 from mmkv.cache.forward_pass import AttentionCall
@@ -318,6 +318,28 @@ def test_a_large_common_part_of_keys_costs_nothing(kv_dtype):
     one_group = fake_quantise(keys + bias, BITS[kv_dtype]) - keys - bias
     # In 4 bits all numbers beside the bias become 0.
     assert float(one_group.norm()) > {"int8": 20, "int4": 10}[kv_dtype] * without
+
+
+@cases("lengths", [(1,), (3, 1)], (3, 1))
+@pytest.mark.parametrize("policy", ["full", "streaming"])
+def test_keys_of_rows_without_codes_get_their_mean_from_the_first_codes(doubles, lengths, policy):
+    """Where all that a prompt keeps is exact, these are generated tokens, or those of a turn."""
+    model, inputs = doubles("llama"), make_inputs("llama", lengths)
+    n_first = max(1, mmkv.get_policy(policy).sinks)
+    with mmkv.wrapped(model, policy, 1.0, kv_dtype="int4"):
+        logits, tokens, _, held = generate(model, inputs, new=70)
+        cache = generate(model, inputs, new=1)[2]
+        assert (mean_of(cache) == 0).all(-1).any()
+        more = continued(inputs, make_inputs("llama", (60,) * len(lengths))["input_ids"])
+        cache = generate(model, more, new=1, past_key_values=cache)[2]
+        assert (mean_of(cache) != 0).any(-1).all()
+    expected = masked_logits(model, inputs, tokens, held, bits=4, n_first=n_first)
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=0)
+
+
+def mean_of(cache):
+    """What the first layer subtracts from keys, [R, 1, N]."""
+    return cache.compressed[0].keeping().stored.mean
 
 
 @pytest.mark.parametrize(("D", "Dv"), WIDTHS)

@@ -64,10 +64,13 @@ class Row:
         self.first, self.freed, self.start = set(kept[: self.n_first]), None, start
         self.pairs = dict(pairs)
         coded = [p for p in kept if p not in self.first and p < start]
-        if self.mean is None and pairs:  # later keys are held less the same mean
-            keys = [pairs[p][0] for p in coded]
-            self.mean = sum(keys) / max(1, len(keys)) if keys else torch.tensor(0.0)
-        for p in coded:
+        self.write(coded)
+
+    def write(self, tokens: list[int]) -> None:
+        """Hold these pairs as codes."""
+        if self.mean is None and tokens:  # later keys are held less the same mean
+            self.mean = sum(self.pairs[p][0] for p in tokens) / len(tokens)
+        for p in tokens:
             self.pairs[p] = self.as_code(p)
 
     def as_code(self, p: float) -> tuple[Tensor, Tensor]:
@@ -83,9 +86,8 @@ class Row:
             self.first = self.first - {self.freed} | {p}
         n = p - self.start
         if n >= NEWEST + BULK and n % BULK == 0:
-            for old in range(p - NEWEST - BULK, p - NEWEST):
-                if old in self.pairs and old not in self.first:
-                    self.pairs[old] = self.as_code(old)
+            oldest = range(p - NEWEST - BULK, p - NEWEST)
+            self.write([x for x in oldest if x in self.pairs and x not in self.first])
         self.pairs[p] = pair
 
     def drop(self, kept: set[int]) -> None:
