@@ -121,7 +121,16 @@ class CacheState(CacheContents):
         self._select_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
 
     def _select_rows(self, batch: Tensor) -> None:
-        """Keep the rows `batch`, which may repeat, with all their state."""
+        """Keep the rows `batch`, which may repeat, with all their state.
+
+        Raises:
+            IndexError: a row does not exist.
+        """
+        if self.prompt is not None:
+            B = len(self.lengths)
+            if wrong := [row for row in batch.tolist() if not -B <= row < B]:
+                raise IndexError(f"row {wrong[0]}: the cache has {B} rows, numbered from 0")
+            batch = batch % B
         self.clock = None
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
@@ -141,7 +150,7 @@ class CacheState(CacheContents):
         """Drop everything, ready for a new prompt."""
         super().reset()
         self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
-        self.rope_deltas = self.ids = None
+        self.rope_deltas = self.ids = self.context_length = None
         self.long = False
 
     def remember(self, ids: Tensor, total: int) -> None:

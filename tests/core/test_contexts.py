@@ -815,3 +815,14 @@ def test_rows_of_one_head_that_lost_tokens_are_asked_as_alone(models):
             alone = context.ask({"input_ids": question[row : row + 1]}, **options)
             for x, y in zip(together.logits, alone.logits, strict=True):
                 torch.testing.assert_close(x[row], y[0])
+
+
+def test_a_reset_cache_of_a_question_evicts_prompts_again(models):
+    model, prompt = models("llama"), make_inputs("llama", (90,), seed=4)
+    with mmkv.wrapped(model, "snapkv", 0.2, **short("snapkv")):
+        expected, _, _, held = generate(model, prompt, new=5)
+        *_, cache = ask(mmkv.read(model, make_inputs("llama", (60,))), question(9))
+        cache.reset()
+        logits, _, _, kept = generate(model, prompt, new=5, past_key_values=cache)
+    torch.testing.assert_close(logits, expected)
+    assert all(torch.equal(*pair) for pair in zip(held[0], kept[0], strict=True))
