@@ -122,6 +122,11 @@ def before_decoder(
         mask = running.mask
     if isinstance(cache.phase, Reading):
         _begin_prompt(attachment, cache, running, mask, tokens, kwargs)
+    elif kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: a decode step on a compressed cache returns no attention "
+            "weights: leave it out, or mmkv.unwrap(model)"
+        )
     else:
         _begin_step(cache, running, mask, tokens)
     return (), kwargs

@@ -1,5 +1,6 @@
 """What cannot be honoured is refused: one line that names the value and the remedy."""
 
+import copy
 import json
 import math
 import re
@@ -207,6 +208,33 @@ def test_several_tokens_under_dropping_decode_raise(text_model):
                 text_model(input_ids=torch.full((1, n), 7), past_key_values=cache)
         text_model(input_ids=torch.full((1, 1), 7), past_key_values=cache)
     assert cache.get_seq_length() == 41
+
+
+def test_attention_weights_of_steps_are_refused():
+    model, inputs = make_model("llama", "eager"), make_inputs("llama", (40,))
+    with mmkv.wrapped(model, "snapkv", 0.5, window=6), torch.no_grad():
+        out = model(**inputs, output_attentions=True)
+        assert out.attentions[0].shape == (1, 4, 40, 40)
+        with pytest.raises(ValueError, match="output_attentions=True: a decode step"):
+            model.generate(**inputs, max_new_tokens=3, output_attentions=True)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int4"])
+def test_rows_that_a_cache_does_not_have_are_refused(text_model, kv_dtype):
+    inputs = make_inputs("llama", (40, 30))
+    with mmkv.wrapped(text_model, "snapkv", 0.5, kv_dtype=kv_dtype, window=6), torch.no_grad():
+        cache = text_model(**inputs, use_cache=True).past_key_values
+        for call in (cache.batch_select_indices, cache.reorder_cache):
+            with pytest.raises(IndexError, match="row 2: the cache has 2 rows"):
+                call(torch.tensor([0, 2]))
+        last = copy.deepcopy(cache)
+        last.batch_select_indices(torch.tensor([-1]))
+        cache.batch_select_indices(torch.tensor([1]))
+        steps = [
+            text_model(input_ids=torch.tensor([[5]]), past_key_values=x) for x in (cache, last)
+        ]
+    assert last.lengths == [30]
+    torch.testing.assert_close(steps[0].logits, steps[1].logits)
 
 
 def test_padding_among_tokens_that_continue(text_model):
