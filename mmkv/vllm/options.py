@@ -61,6 +61,29 @@ def register() -> None:
 
     create.mmkv = True  # type: ignore[attr-defined]
     EngineArgs.create_engine_config = create
+    if supported():
+        from vllm.v1.engine.input_processor import InputProcessor
+
+        InputProcessor.process_inputs = _whole_prompts(InputProcessor.process_inputs)
+
+
+def _whole_prompts(original: Any) -> Any:
+    """Return `InputProcessor.process_inputs`, which refuses prompts that arrive in pieces.
+
+    Each piece would be compressed where the prompt ends at the time, and earlier ones not again.
+    """
+
+    @functools.wraps(original)
+    def process(self: Any, *args: Any, resumable: bool = False, **kwargs: Any) -> Any:
+        extra = self.vllm_config.additional_config
+        if resumable and isinstance(extra, dict) and "mmkv" in extra:
+            raise ValueError(
+                "mmkv in vLLM does not support prompts in pieces (StreamingInput): send the whole "
+                "prompt at once"
+            )
+        return original(self, *args, resumable=resumable, **kwargs)
+
+    return process
 
 
 def parsed(given: Any) -> tuple[Policy, float]:

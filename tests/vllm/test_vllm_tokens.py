@@ -86,6 +86,13 @@ class TestCondense:
     ) -> None:
         check_batch(engine, twin, replies_to_all, "condense", CLASSES)
 
+    def test_prompts_in_pieces_are_refused(self, engine: Engine) -> None:
+        process = engine.llm.llm_engine.input_processor.process_inputs
+        given: Any = {"prompt_token_ids": [5, 6]}, sampling(2), ("generate",)
+        with pytest.raises(ValueError, match="send the whole prompt at once"):
+            process("a", *given, resumable=True)
+        assert not process("a", *given).resumable
+
     def test_small_heads_blocks_are_free_at_the_next_schedule(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
