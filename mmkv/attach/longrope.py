@@ -67,7 +67,7 @@ def _read_again(attachment: Attachment, cache: CompressedCache, limit: int, q: i
     context, decoder = cache.context_length, attachment.parts.decoder
     mask, positions = valid.long(), (valid.cumsum(-1) - 1).clamp(min=0)
     cache.reset()
-    cache.long, cache.sizes_learned = True, learned
+    cache.long, cache.sizes_learned, cache.context_length = True, learned, context
     until = None
     if context is None and isinstance(phase, Reading):  # one prompt, which this pass completes
         until = phase.until or seen + q
