@@ -93,8 +93,8 @@ def eval_command(
     """Measure policies at budgets on a suite; every finished row is kept.
 
     The same command goes on with a run that was stopped. Changed options need another --out.
-    A budget in tokens that a policy's window and sinks do not leave room in is refused before the
-    run; --option window=8 makes the window smaller.
+    A budget of fewer tokens than a policy's window and sinks is refused before the run; --option
+    window=8 makes the window smaller.
     """
     from .suites.registry import default_data, load_suite
 

@@ -22,6 +22,7 @@ from mmkv.sizes.layers import UniformLayers
 from mmkv.sizes.profiled import RetrievalHeads, by_copying, proportional
 from mmkv.vllm import probes
 from mmkv.vllm.classes import HeadClass, classes_of, equal_class
+from mmkv.vllm.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,7 @@ def _whole_prompts(original: Any) -> Any:
 
     @functools.wraps(original)
     def process(self: Any, *args: Any, resumable: bool = False, **kwargs: Any) -> Any:
-        extra = self.vllm_config.additional_config
-        if resumable and isinstance(extra, dict) and "mmkv" in extra:
+        if resumable and Settings.of(self.vllm_config) is not None:
             raise ValueError(
                 "mmkv in vLLM does not support prompts in pieces (StreamingInput): send the whole "
                 "prompt at once"
@@ -270,12 +270,12 @@ def _probed(model: Any, given: str | None, layers: int, heads: int) -> Any:
         ValueError: there is no such file, or it belongs to another model.
     """
     path = probes.path_of(model.model) if given is None else Path(given)
-    if given is not None and not path.is_file():
-        raise ValueError(
-            f"mmkv: probe={given!r} is no file: name one, or leave 'probe' out and run `mmkv probe "
-            f"{model.model}` once"
-        )
     if not path.is_file():
+        if given is not None:
+            raise ValueError(
+                f"mmkv: probe={given!r} is no file: name one, or leave 'probe' out and run "
+                f"`mmkv probe {model.model}` once"
+            )
         raise ValueError(
             f"mmkv: {path} is missing, which says how much each head keeps: run `mmkv probe "
             f"{model.model}` once, or use 'heads': 'uniform'"

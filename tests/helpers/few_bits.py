@@ -68,7 +68,7 @@ class Row:
 
     def write(self, tokens: list[int]) -> None:
         """Hold these pairs as codes."""
-        if self.mean is None and tokens:  # later keys are held less the same mean
+        if self.mean is None and tokens:  # it is subtracted from later keys too
             self.mean = sum(self.pairs[p][0] for p in tokens) / len(tokens)
         for p in tokens:
             self.pairs[p] = self.as_code(p)
