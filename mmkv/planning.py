@@ -37,8 +37,7 @@ logger = logging.getLogger(__name__)
 
 EQUAL_HEADS = (
     "{policy} gives all heads the same size; on most language models a few heads look things up "
-    "and need the whole prompt: heads='retrieval' finds them, and mmkv.check measures what a "
-    "policy costs"
+    "and need the whole prompt: {finder}, and mmkv.check measures what a policy costs"
 )
 # Policies whose notice was logged: once a process, as researchers wrap hundreds of times.
 _logged_policies = set[str]()
@@ -91,7 +90,7 @@ def planned(
     if memory is not None:
         _check_memory(memory, chosen, kv_dtype, profile if fractions is not None else None)
         budget = float(memory)
-    _check_rest(parts, kind, chosen, profile, measured is not None, evict_chunks, kv_dtype)
+    _check_rest(parts, kind, chosen, profile, measured is not None, evict_chunks, kv_dtype, graph)
     checked_budget = budgets.checked(chosen, budget)
     config = CacheConfig(
         chosen,
@@ -155,8 +154,9 @@ def _check_rest(
     is_measured: bool,
     evict_chunks: bool,
     kv_dtype: str | None,
+    graph: bool,
 ) -> None:
-    """Check protection, sampled layer sizes, chunks and types."""
+    """Check protection, sampled layer sizes, chunks, types and `graph`."""
     if policy.protect is not None and not parts.image_token_ids:
         raise ValueError(
             "protect='instruction' keeps the prompt's text and lets image tokens compete; "
@@ -173,6 +173,11 @@ def _check_rest(
             "generate(..., prefill_chunk_size=...) sets the length of a chunk"
         )
     codes.check(kv_dtype)
+    if graph not in (True, False):
+        raise ValueError(
+            f"graph={graph!r}: expected True or False: whether a GPU replays decode steps as a "
+            "CUDA graph"
+        )
 
 
 def _check_memory(memory: Memory, policy: Policy, kv_dtype: str | None, profile: Any) -> None:
@@ -224,18 +229,21 @@ def _notify(model: Any, plan: CacheConfig) -> None:
     """Log a notice if heads get equal sizes because no profile of the model was found."""
     policy = plan.policy
     if isinstance(policy.heads, VisualHeads):
-        _log_once(policy, NO_VISUAL_PROFILE)
+        _log_once(policy, NO_VISUAL_PROFILE.format(policy=policy.name))
     elif not policy.heads.scope:  # equal heads suit few language models
         exact = plan.keeps_everything or plan.waits_for_probe
         if not exact and profiles.beside(model) is None:
-            _log_once(policy, EQUAL_HEADS)
+            finder = "heads='retrieval' finds them"
+            if policy.score.average_heads:
+                finder = "policy 'condense' finds them"
+            _log_once(policy, EQUAL_HEADS.format(policy=policy.name, finder=finder))
 
 
 def _log_once(policy: Policy, text: str) -> None:
     """Log a notice once for a process and policy; not where policies are compared."""
     if policy.name not in _logged_policies and not _comparing.get():
         _logged_policies.add(policy.name)
-        logger.warning("%s", text.format(policy=policy.name))
+        logger.warning("%s", text)
 
 
 @contextmanager

@@ -28,11 +28,7 @@ class _ByScores(Heads):
 
     def check(self, policy: Policy) -> None:
         """Check that scores differ between heads."""
-        if policy.score.average_heads:
-            raise ValueError(
-                f"heads={self.name!r} compares the scores of heads; average_heads=True and "
-                "score='recency' give all heads the same scores: use heads='uniform'"
-            )
+        self.check_scores(policy)
 
 
 @register_part("adaptive")

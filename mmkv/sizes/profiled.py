@@ -126,11 +126,7 @@ class MeasuredHeads(Heads):
 
     def check(self, policy: Policy) -> None:
         """Check that each head has its own ranking."""
-        if policy.score.average_heads:
-            raise ValueError(
-                f"heads={self.name!r} gives heads of a layer different sizes; average_heads=True "
-                "and score='recency' rank tokens once for all heads: use heads='uniform'"
-            )
+        self.check_scores(policy)
 
 
 @register_part("retrieval")

@@ -74,6 +74,9 @@ class TestEqualHeads:
             assert "heads='retrieval'" in line
             assert "\n" not in line
             assert not self.said(caplog, text_model, policy, 0.2)
+        (line,) = self.said(caplog, text_model, "streaming")
+        assert "heads='retrieval'" not in line  # which it refuses
+        assert "policy 'condense'" in line
         assert self.said(caplog, text_model, "sparsemm")
         assert not self.said(caplog, text_model, "sparsemm")
 
