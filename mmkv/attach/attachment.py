@@ -196,17 +196,15 @@ def prepare_cache(
             "assisted decoding takes tokens back from the cache, which a compressed cache cannot: "
             "generate without an assistant, or mmkv.unwrap(model) first"
         )
+    if generation_config.use_cache is False:
+        raise ValueError(
+            "use_cache=False leaves nothing to compress: pass use_cache=True (the model's "
+            "generation_config may say False), or mmkv.unwrap(model) first"
+        )
     cache = model_kwargs.get(CACHE)
     if cache is not None:
         hooks.check_cache(cache, attachment)
-        if generation_config.use_cache is False:
-            raise ValueError(
-                "use_cache=False behind a cache would read the new tokens alone: leave one of "
-                "them out"
-            )
         cache._is_user_defined = True
-    elif generation_config.use_cache is False:
-        return
     else:
         cache = CompressedCache(attachment.parts.config, attachment.plan)
         model_kwargs[CACHE] = cache

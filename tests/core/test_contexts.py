@@ -317,6 +317,7 @@ def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
         (model, ("snapkv", 0.4, {"window": 6}), "wrap it as it was"),
         (model, ("condense", 0.4, {"chunk": 64}), "wrap it as it was"),
         (model, ("condense", 0.5, {"least": 0}), r"budget.*0\.4"),
+        (model, ("condense", None, {"memory": 1 / 4}), r"budget=0\.4, .* memory=0\.25 now"),
         (half, same, r"read in torch\.float32, and the model is in .*bfloat16"),
         *((x, same, "other weights") for x in (other, turned, make_model("llama-mha"))),
     ):
@@ -784,7 +785,7 @@ def test_invalid_questions_raise(models):
                 use(question(0, rows=2))
         with pytest.raises(ValueError, match=r"position_ids: .* leave position_ids out"):
             mmkv.read(model, {**inputs, "position_ids": torch.arange(40).expand(2, -1)})
-        with pytest.raises(ValueError, match="use_cache=False behind"):
+        with pytest.raises(ValueError, match="use_cache=False leaves nothing"):
             context.ask(padded(question(4), question(5)), use_cache=False)
     with (
         mmkv.wrapped(model, "condense", 0.5, least=0),

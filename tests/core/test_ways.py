@@ -93,12 +93,6 @@ def forward(grad):
     return way
 
 
-def no_cache(model, inputs):
-    """Pictures are read once, so LLaVA itself generates without a cache from text alone."""
-    inputs = {k: inputs[k] for k in ("input_ids", "attention_mask")}
-    return said(model, inputs, use_cache=False)[0]
-
-
 def forward_without_cache(model, inputs):
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
@@ -134,7 +128,6 @@ WAYS = {
     "penalties": generating(repetition_penalty=1.3, no_repeat_ngram_size=3),
     "guidance": generating(guidance_scale=1.5),
     "chunks": generating(prefill_chunk_size=None if older_than("5.23") else 16),
-    "generate without a cache": no_cache,
     "streaming": streaming,
     "a loop of one's own": own_loop,
     "rows that end apart": ending_apart,
