@@ -146,12 +146,19 @@ def _check_model(header: dict[str, Any], attachment: Attachment) -> None:
             "it was read by a model with other weights or adapters: load that model (--model)"
         )
     now, stored = _plan(attachment.plan), header["plan"]
-    for name in ("policy", "budget", *now, *stored):
-        if (was := stored.get(name)) != (here := now.get(name)):
+    for name in ("policy", "memory", "budget", *now, *stored):
+        if stored.get(name) != now.get(name):
             raise ValueError(
-                f"it was read with {f'{name}={was}'[:60]}, and the model is wrapped with "
-                f"{f'{name}={here}'[:60]} now: wrap it as it was"
+                f"it was read with {_shown(stored, name)}, and the model is wrapped with "
+                f"{_shown(now, name)} now: wrap it as it was"
             )
+
+
+def _shown(plan: dict[str, Any], name: str) -> str:
+    """Return an entry of `_plan` as text; the budget in place of a memory that is not set."""
+    if name == "memory" and plan.get(name) is None:
+        name = "budget"
+    return f"{name}={plan.get(name)}"[:60]
 
 
 def _restored(

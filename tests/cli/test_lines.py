@@ -97,6 +97,18 @@ def test_doubtful_budgets_print_a_note(loaded):
     ]
 
 
+def test_a_type_beside_a_share_of_bytes_is_refused(loaded):
+    out, refused, _ = talk(loaded, "/memory 6%", "/kv-dtype int8", "/budget 0.5", "/kv-dtype int8")
+    assert refused == 1
+    assert out.splitlines() == [
+        "from now on adakv 6% of bytes",
+        "error: kv_dtype='int8' beside a memory of 6%, which sets the type too: choose a budget "
+        "first",
+        "from now on adakv 0.5",
+        "from now on adakv 0.5 in int8",
+    ]
+
+
 @cases(
     "line, message",
     [

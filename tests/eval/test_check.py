@@ -163,6 +163,10 @@ def test_shares_of_bytes_set_tokens_and_type(model, prompt):
     with torch.no_grad():
         held = eval(best.call, scope)(**prompt, use_cache=True).past_key_values.nbytes
     assert held == best.nbytes
+    for one in ({"memory": 1 / 3}, {"memory": "3x"}, {"budgets": 0.4}, {"budgets": "40%"}):
+        alone = mmkv.check(model, [prompt], "snapkv", window=6, **how | {"memory": None} | one)
+        size = "0.4" if "budgets" in one else "33.3% of bytes"
+        assert [x.name for x in alone.rows[:-2]] == [f"snapkv {size}"]
     with pytest.raises(ValueError, match="stands in place of budgets"):
         mmkv.check(model, [prompt], "snapkv", (0.2,), memory=["3x"])
 
@@ -177,6 +181,7 @@ def test_shares_of_bytes_set_tokens_and_type(model, prompt):
         ({"inputs": [make_inputs("llama", (2044,))]}, r"2,044 tokens, and with 10 .* 2,048"),
         ({"within": 0}, "within=0"),
         ({"budgets": ()}, "budgets: there are none"),
+        ({"budgets": 0}, "budget=0"),
         ({"budgets": (0.2, 1.5)}, r"budget=1\.5"),
         ({"budgets": (3,)}, "budget=3 is below the 6 tokens"),
         ({"max_new_tokens": 1}, "max_new_tokens=1"),
