@@ -28,19 +28,17 @@ BudgetsOption = Annotated[
     str | None,
     typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128)."),
 ]
-MemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        help="In place of budgets: shares of the full cache's bytes, such as 25%,16x. Each sets "
-        "tokens and their type."
-    ),
-]
+MEMORY_HELP = (
+    "In place of budgets: shares of the full cache's bytes, such as 25%,16x. Each sets tokens and "
+    "their type."
+)
+MemoryOption = Annotated[str | None, typer.Option(help=MEMORY_HELP)]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=VALUE",
         callback=checked(names.check_pair),
-        help="For every policy that has it.",
+        help="For every policy that has it; repeatable.",
     ),
 ]
 MapOption = Annotated[

@@ -12,6 +12,8 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from decimal import Decimal
+from numbers import Real
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,9 +45,9 @@ def check(
     model: Any,
     inputs: Iterable[Mapping[str, Any]],
     policies: str | Sequence[str] = "condense",
-    budgets: Sequence[float | int | str] | None = None,
+    budgets: float | str | Sequence[float | str] | None = None,
     *,
-    memory: Sequence[float | str] | None = None,
+    memory: float | str | Sequence[float | str] | None = None,
     within: float = WITHIN,
     max_new_tokens: int = NEW_TOKENS,
     **options: Any,
@@ -58,8 +60,9 @@ def check(
             returns.
         policies: a name or several, each with options or without: "snapkv:heads=retrieval",
             "condense:kv_dtype=int8", "prefixkv:profile=FILE".
-        budgets: fractions of the prompt, or tokens per layer and head.
-        memory: in their place shares of the full cache's bytes; by default 1/2 to 1/32.
+        budgets: one or several: fractions of the prompt, or tokens per layer and head.
+        memory: in their place one or several shares of the full cache's bytes; by default 1/2 to
+            1/32.
         within: the tolerance, nats a token.
         max_new_tokens: most tokens of a reply.
         options: for every policy that has them, such as `least=0`.
@@ -76,9 +79,10 @@ def check(
     if memory is not None and budgets is not None:
         raise ValueError(f"memory={memory!r} stands in place of budgets={budgets!r}: give one")
     names = [policies] if isinstance(policies, str) else policies
-    sizes: list[float | int] = [number(x) for x in budgets or ()]
     if budgets is None:
-        sizes = [Memory.of(x) for x in (MEMORY if memory is None else memory)]
+        sizes = [Memory.of(x) for x in _several(MEMORY if memory is None else memory)]
+    else:
+        sizes = [number(x) for x in _several(budgets)]
     variants = variants_of(names, sizes, within, max_new_tokens, options)
     prompts = [checked_inputs(x, i, "check") for i, x in enumerate(inputs)]
     check_lengths(model, [_length(x, i) for i, x in enumerate(prompts, 1)], max_new_tokens)
@@ -97,6 +101,11 @@ def check(
                     job.full[i] = new[0]
                 advance(1, f"prompt {i + 1}")
     return summed_up(rows, pairs, within)
+
+
+def _several(sizes: Any) -> Iterable[Any]:
+    """Return sizes to iterate over, of which there may be one, as a number or a text."""
+    return [sizes] if isinstance(sizes, str | Real | Decimal) else sizes
 
 
 class _Given(Encoder):
@@ -311,7 +320,8 @@ def summed_up(
     if untested := [x.name for x in caches if not x.tested]:
         notes.append(
             f"{', '.join(untested)}: too short to tell. What always stays of these prompts, such "
-            "as least= tokens a head, is more than the size says; give longer prompts"
+            "as least= tokens a head, is more than the size says; give longer prompts, or least=0 "
+            "(--option least=0)"
         )
     if empty:
         notes.append(f"{len(empty)} replies end with their first token and say nothing of a cache")

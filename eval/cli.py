@@ -165,12 +165,17 @@ def check_command(
         str, typer.Option(help="As for eval.", callback=checked(check_variants))
     ] = "condense",
     budgets: arguments.BudgetsOption = None,
-    memory: arguments.MemoryOption = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help=f"{arguments.MEMORY_HELP} [default: {CHECKED}, without budgets]"),
+    ] = None,
     option: arguments.PolicyOption = None,
     plugin: PluginOption = None,
     limit: arguments.LimitOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of a reply, at most.")] = 48,
-    out: arguments.RunOption = None,
+    out: Annotated[Path, typer.Option(help="The run's folder; the same command goes on.")] = Path(
+        "runs/check"
+    ),
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
@@ -184,8 +189,8 @@ def check_command(
 
     if budgets is None:
         memory = memory or CHECKED
-    sizes, folder = budget_list(budgets, "", memory), out or Path("runs/check")
-    check_place(folder)
+    sizes = budget_list(budgets, "", memory)
+    check_place(out)
     data = default_data("prompts", model) if prompts is None else str(prompts)
     samples = load_suite("prompts", data, limit=limit)
     samples = [replace(sample, max_new_tokens=max_new_tokens) for sample in samples]
@@ -207,16 +212,16 @@ def check_command(
     settings |= {"metrics": check.METRICS, "options": options, "batch_size": 1, "limit": limit}
     settings |= {"model_name": model, "data": data, "exact": False}
     try:
-        rows = run(loaded.model, loaded.processor, samples, out=folder, **settings)
+        rows = run(loaded.model, loaded.processor, samples, out=out, **settings)
     except KeyboardInterrupt:
-        _stopped(folder)
+        _stopped(out)
     pairs = [(variant, size) for variant in variants for size in variant.budgets(sizes)]
     report = check.summed_up(rows, pairs, within)
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
         console().print(report)
-        typer.echo(f"mmkv report {folder}  for tables by bytes")
+        typer.echo(f"mmkv report {out}  for tables by bytes")
 
 
 def _stopped(folder: Path) -> NoReturn:
