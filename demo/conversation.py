@@ -70,11 +70,17 @@ class Settings:
         """Return the policy and its budget; None for a policy that takes none.
 
         Raises:
-            ValueError: unknown policy or type, wrong option, or budget out of range.
+            ValueError: unknown policy or type, wrong option, budget out of range, or a type beside
+                a share of bytes, which sets it.
         """
         codes.check(self.kv_dtype)
         policy = get_policy(self.policy, **self.options)
         if isinstance(self.budget, Memory):
+            if self.kv_dtype is not None:
+                raise ValueError(
+                    f"kv_dtype={self.kv_dtype!r} beside a memory of {self.budget}, which sets the "
+                    "type too: choose a budget first"
+                )
             return policy, self.budget
         if self.budget is None or not policy.takes_budget:
             return policy, None
