@@ -78,7 +78,7 @@ def default_budget(policy: Policy, profile: Path | None, kv_dtype: str | None) -
     """
     if not policy.takes_budget or (profile is not None and Profile.load(profile).fractions):
         return None
-    return budgets.DEFAULT if profile is not None or kv_dtype is not None else memory.DEFAULT
+    return memory.DEFAULT if kv_dtype is None else budgets.DEFAULT
 
 
 def parse_value(name: str, text: str, hint: Any) -> Any:

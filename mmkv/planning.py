@@ -21,7 +21,7 @@ from mmkv.cache.config import CacheConfig
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.sampling import SampledSizes
 from mmkv.cache.state import layers_of
-from mmkv.memory import Memory
+from mmkv.memory import DEFAULT, Memory
 from mmkv.policy import Policy
 from mmkv.sizes.heads import UniformHeads
 from mmkv.sizes.layers import UniformLayers
@@ -57,7 +57,8 @@ def planned(
 ) -> tuple[CacheConfig, tuple[int, ...]]:
     """Return the configuration of caches and the compressed layers' indices; see `wrap`.
 
-    A budget that is a `Memory` is a share of bytes.
+    A budget that is a `Memory` is a share of bytes. Where neither budget, type nor kept fractions
+    are given, it is `mmkv.memory.DEFAULT`.
     """
     kind, memory = type(model).__name__, budget if isinstance(budget, Memory) else None
     layers = layers_of(parts.config)
@@ -87,6 +88,8 @@ def planned(
                 "finds them for itself: leave out one of the two"
             )
         fractions, budget = measured.fractions, measured.budget if budget is None else budget
+    if budget is None and kv_dtype is None and fractions is None and chosen.takes_budget:
+        memory = DEFAULT
     if memory is not None:
         _check_memory(memory, chosen, kv_dtype, profile if fractions is not None else None)
         budget = float(memory)

@@ -18,7 +18,7 @@ from mmkv.attach import attention
 from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure
 from mmkv.calls import unwrap_container
-from mmkv.memory import DEFAULT, Memory
+from mmkv.memory import Memory
 from mmkv.planning import planned
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
@@ -57,7 +57,7 @@ def wrap(
         memory: in place of both: the share, in (0, 1], of the bytes that the full cache of a prompt
             has in the model's type, such as 1/16, "6%" or "16x". It sets tokens and type together,
             see `mmkv.memory`. Layers with a sliding window or linear attention do not count. If no
-            budget, type or profile is given either, it is 1/8.
+            budget or type is given either, nor a profile of kept fractions, it is 1/8.
         evict_chunks: evict after every chunk of a prompt that is read in chunks
             (`generate(..., prefill_chunk_size=1024)`), so that memory is the budget and one chunk
             at any length, and later chunks attend to what is left. Otherwise a prompt is evicted
@@ -92,8 +92,6 @@ def wrap(
                 "given beside it: take memory alone, or budget and kv_dtype"
             )
         budget = Memory.of(memory)
-    elif budget is None and kv_dtype is None and profile is None and chosen.takes_budget:
-        budget = DEFAULT
     parts = adapters.find(outer)
     _check_decoder(parts, kind)
     plan, compressed = planned(

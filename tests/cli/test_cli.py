@@ -261,12 +261,12 @@ class TestChat:
 
     @pytest.mark.slow
     def test_a_profile_of_layers_gives_the_budget_and_one_of_heads_does_not(self, ask, tmp_path):
-        """... so that without one a fifth is kept, as without a profile."""
+        """... so that without one an eighth of the bytes is kept, as without a profile."""
         path = tmp_path / "profile.json"
         mmkv.Profile((0.3,) * LAYERS, budget=0.3).save(path)
         assert ask("--profile", path)["report"]["budget"] == 0.3
         profile_of(picture_chat().model).save(path)
-        assert ask("--profile", path)["report"]["budget"] == 0.2
+        assert ask("--profile", path)["report"]["memory"] == 1 / 8
 
     @pytest.mark.slow
     def test_kept_pairs_in_few_bits(self, capsys, ask):

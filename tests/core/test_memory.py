@@ -251,5 +251,7 @@ def test_default_without_size_is_an_eighth_of_the_bytes():
     with mmkv.wrapped(model, memory=1 / 8):
         assert prefilled(model, (2000,)).report().to_dict() == named.to_dict()
     assert named.nbytes <= full_bytes(model, 2000) / 8
+    with mmkv.wrapped(model, profile=mmkv.probe(model)):  # which says nothing of sizes
+        assert prefilled(model, (2000,)).report().to_dict() == named.to_dict()
     with mmkv.wrapped(model, "full"):
         assert prefilled(model, (40,)).report().nbytes >= full_bytes(model, 40)

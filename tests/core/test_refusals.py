@@ -445,7 +445,6 @@ def test_profiles(text_model, tmp_path):
             lambda: mmkv.wrap(text_model, "xkv", profile=layers, samples=2, **SAMPLED),
             "allocation='sampled' learns them",
         ),
-        (lambda: mmkv.wrap(text_model, "condense", profile=made), "'condense' needs a budget"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
