@@ -62,13 +62,14 @@ def calibrate_command(
 
     # These import torch.
     from mmkv import chat
-    from mmkv.calibration import calibrate
+    from mmkv.calibration import calibrate, measurable
 
     from .prompts import encode_samples
     from .variants import parse_options, parse_variants
 
     options = parse_options(option or [])
     (variant,) = parse_variants([policy], options)
+    measurable(variant.policy.name, **variant.options)
     loaded = chat.load(model, device, dtype, device_map)
     inputs = encode_samples(loaded, find(loaded))
     profile = calibrate(loaded.model, inputs, variant.policy.name, fraction, **variant.options)

@@ -11,6 +11,7 @@ from mmkv import adapters, visual_heads
 from mmkv.calls import cache_in
 from mmkv.forcing import checked_inputs
 from mmkv.planning import comparing
+from mmkv.policy import Policy
 from mmkv.profiles import CLOSE, Profile
 from mmkv.registry import exact_share, get_policy
 from mmkv.sizes.profiled import VisualHeads
@@ -46,12 +47,7 @@ def calibrate(
         ValueError: there are no samples, one is not a mapping of inputs, or the policy's sizes do
             not depend on the prompt.
     """
-    chosen = get_policy(policy, **exact_share(policy) | policy_options)
-    if chosen.layers.learns:
-        raise ValueError(
-            "calibrate averages the sizes of all samples, and allocation='sampled' those of the "
-            "first: use allocation='one-pass'"
-        )
+    chosen = measurable(policy, **policy_options)
     parts = adapters.find(model)
     if parts.ranks > 1:
         raise ValueError(
@@ -62,11 +58,6 @@ def calibrate(
     if isinstance(chosen.heads, VisualHeads):
         scores, n = visual_heads.measure(model, _checked(samples), chosen)
         return Profile(visual=scores, samples=n, policy=chosen.name, model=shape)
-    if not chosen.layers.needs:
-        raise ValueError(
-            f"policy {chosen.name!r} sizes its layers without looking at the prompt "
-            f"(layers={chosen.layers.name!r}): there is nothing to calibrate"
-        )
     rows: list[list[float]] = []
     target = None if chosen.layers.retention is not None else budget
     with wrapped(model, chosen, target), torch.no_grad():
@@ -81,6 +72,27 @@ def calibrate(
     # Sizes are whole tokens, so their mean may differ from the budget by less than one token.
     size = mean_size if target is None or abs(mean_size - target) > CLOSE else target
     return Profile(mean, budget=size, samples=len(rows), policy=chosen.name, model=shape)
+
+
+def measurable(policy: str, **options: Any) -> Policy:
+    """Return the policy of a calibration, with its options.
+
+    Raises:
+        ValueError: the policy's sizes do not depend on the prompt.
+    """
+    chosen = get_policy(policy, **exact_share(policy) | options)
+    if chosen.layers.learns:
+        raise ValueError(
+            "calibrate averages the sizes of all samples, and allocation='sampled' those of the "
+            "first: use allocation='one-pass'"
+        )
+    if not (chosen.layers.needs or isinstance(chosen.heads, VisualHeads)):
+        raise ValueError(
+            f"policy {chosen.name!r} sizes its layers without looking at the prompt "
+            f"(layers={chosen.layers.name!r}): there is nothing to calibrate; use prefixkv, xkv, "
+            "squeeze or sparsemm"
+        )
+    return chosen
 
 
 def _checked(samples: Iterable[Any]) -> Iterator[Mapping[str, Any]]:

@@ -13,7 +13,7 @@ from helpers.evaluation import save_model
 from helpers.marks import cases
 from helpers.picture_chat import picture_chat
 from mmkv.eval import measure, runner
-from mmkv.eval.cli import commands
+from mmkv.eval.sizing import commands
 from mmkv.eval.store import RunError, read_rows
 from mmkv.eval.tabulate import Report
 
@@ -175,6 +175,7 @@ def call(*arguments: Any) -> Any:
         (["calibrate", "--suite", "prompts", "--data", "missing.txt"], "no such file"),
         (["calibrate", "--length", "512"], "length=512: suite 'description' has lengths of its"),
         (["calibrate", "--budget", "3.0"], "budget=3.0"),
+        (["calibrate", "--policy", "condense"], "nothing to calibrate; use prefixkv, xkv"),
         (["calibrate", "--out", "missing/p.json"], "no such folder"),
         (["calibrate", "--out", "."], "is a folder"),
         (["eval", "description", "--out", f"{__file__}/x"], "is a file, not a folder"),
