@@ -59,7 +59,7 @@ def policy_tables() -> Group:
             ("policy", *_POLICIES[5:]),
             [(x[0][0], x[2].replace(", arXiv", ",\narXiv"), ", ".join(x[3])) for x in rows],
         ),
-        f"\nEvery policy but full also has {shared}.\n"
+        f"\nEvery policy but full also has {shared}, unless its row says otherwise.\n"
         "score, layers, heads, decode, merge and protect are options too; set one with "
         "--option name=value. mmkv policies --parts lists them with their own options.",
     )
@@ -86,7 +86,10 @@ def policy_markdown() -> str:
     """Return all policies in Markdown; a test compares it with `docs/policies.md`."""
     rows = [(_code(n), *parts, paper, _code(o)) for n, parts, paper, o in _policy_rows()]
     shared = _code(_texts(shared_options()))
-    return _markdown(_POLICIES, rows) + f"\nEvery policy but `full` also has {shared}.\n"
+    return (
+        _markdown(_POLICIES, rows)
+        + f"\nEvery policy but `full` also has {shared}, unless its row says otherwise.\n"
+    )
 
 
 def _part_rows() -> list[tuple[str, str, dict[str, str]]]:
