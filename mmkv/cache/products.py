@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -11,28 +10,6 @@ from torch import Tensor
 
 # How many codes are unpacked at a time: on a CPU as many as its cache holds in float32.
 _CPU_PIECE, _DEVICE_PIECE = 2**19, 2**28
-
-
-class _Scratch(threading.local):
-    """Storage of one thread for unpacked codes, by type.
-
-    New storage for each piece would cost a CPU about as much as unpacking does.
-    """
-
-    def __init__(self) -> None:
-        self.buffers: dict[torch.dtype, Tensor] = {}
-
-    def floats(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return codes in a floating type, in storage that the next call overwrites."""
-        n, buffer = codes.numel(), self.buffers.get(dtype)
-        if buffer is None or buffer.numel() < n:
-            with torch.inference_mode(False):  # else it could be written in that mode alone
-                buffer = torch.empty(max(n, _CPU_PIECE), dtype=dtype)
-            self.buffers[dtype] = buffer
-        return buffer[:n].view(codes.shape).copy_(codes)
-
-
-_scratch = _Scratch()
 
 
 class Coded(NamedTuple):
@@ -83,12 +60,10 @@ class Coded(NamedTuple):
         return [slice(a, a + n) for a in range(0, S, n)]
 
     def _floats(self, codes: Tensor) -> Tensor:
-        """Return some of the codes in the type of steps, for use before the next call."""
+        """Return some of the codes in the type of steps, in new storage."""
         if self.half is not None:
             codes = codes * 16 if self.half == "low" else codes & -16
-        if codes.device.type != "cpu" or torch.is_grad_enabled():  # a product may be saved with it
-            return codes.to(self.step.dtype)
-        return _scratch.floats(codes, self.step.dtype)
+        return codes.to(self.step.dtype)
 
     def _exact_index(self, rows: Tensor) -> Tensor:
         """Return the slots of exact numbers for each query of `rows` [R, Q, ...]: [R, Q, X]."""

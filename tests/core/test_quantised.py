@@ -389,26 +389,6 @@ def test_step_attends_to_read_pairs(kv_dtype, softcap):
     torch.testing.assert_close(out.transpose(1, 2).reshape(4, 2, 16), expected)
 
 
-@pytest.mark.parametrize("half", [None, "high"])
-def test_products_do_not_depend_on_the_grad_mode(half, monkeypatch):
-    """Codes are unpacked into reused storage, which inference mode makes first here."""
-    monkeypatch.setattr(products, "_scratch", products._Scratch())
-    monkeypatch.setattr(products, "_CPU_PIECE", 2 * 5 * 8)
-    generator = torch.Generator().manual_seed(0)
-    numbers = torch.randint(-128, 128, (2, 11, 8), generator=generator, dtype=torch.int8)
-    step, query = torch.rand(2, 1, 11) + 0.5, torch.randn(2, 3, 8, generator=generator)
-    exact, slots = torch.zeros(2, 1, 8), torch.zeros(2, 1, 1, dtype=torch.long)
-    coded = products.Coded(numbers, half, step, exact, slots)
-    floats = (numbers if half is None else numbers & -16).float() * step.mT
-    wanted, query = query @ floats.mT, query.requires_grad_()
-    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
-        with mode():
-            found = coded.products(query)
-        torch.testing.assert_close(found, wanted)
-    found.sum().backward()
-    torch.testing.assert_close(query.grad, floats.sum(1, keepdim=True).expand(-1, 3, -1))
-
-
 @pytest.mark.parametrize("D", [1, 15, 16, 80, 96, 128])
 def test_the_rotation_is_orthonormal_and_spreads_one_channel(D):
     matrix = codes.rotation(D, D, torch.float64, torch.device("cpu"))
