@@ -157,7 +157,7 @@ def test_a_share_of_bytes_sets_tokens_and_their_type(loaded, pictures):
     assert turn.label == "condense 25% of bytes"
     assert (turn.report.size, turn.report.kv_dtype) == ("memory 25%", "int8")
     both = dataclasses.replace(settings, kv_dtype="int8")
-    with pytest.raises(ValueError, match="both decide how much is kept"):
+    with pytest.raises(ValueError, match="beside a memory of 25%, which sets the type too"):
         last(talking(loaded).ask(QUESTION, both, pictures[0]))
 
 
