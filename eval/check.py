@@ -104,7 +104,7 @@ def check(
 
 
 def _several(sizes: Any) -> Iterable[Any]:
-    """Return sizes to iterate over, of which there may be one, as a number or a text."""
+    """Return sizes as an iterable; a single size may be a number or a text."""
     return [sizes] if isinstance(sizes, str | Real | Decimal) else sizes
 
 
@@ -319,8 +319,8 @@ def summed_up(
     lengths, notes = [x["prompt_tokens"] for x in full], list[str]()
     if untested := [x.name for x in caches if not x.tested]:
         notes.append(
-            f"{', '.join(untested)}: too short to tell. What always stays of these prompts, such "
-            "as least= tokens a head, is more than the size says; give longer prompts, or least=0 "
+            f"{', '.join(untested)}: too short to tell. The tokens that are always kept, such as "
+            "least= tokens a head, take more than this size; give longer prompts, or least=0 "
             "(--option least=0)"
         )
     if empty:

@@ -188,24 +188,6 @@ class Heads(Part):
         """
         raise NotImplementedError
 
-    def check_scores(self, policy: Policy) -> None:
-        """Check that each head of a layer has its own ranking.
-
-        Raises:
-            ValueError: the policy's score ranks tokens once for all heads.
-        """
-        score = policy.score
-        if not score.average_heads:
-            return
-        if "average_heads" in score.options():
-            why, remedy = "average_heads=True", "average_heads=False or "
-        else:
-            why, remedy = f"score={score.name!r}", ""
-        raise ValueError(
-            f"heads={self.name!r} needs a ranking of tokens for each head, and {why} ranks them "
-            f"once for all heads of a layer: use {remedy}heads='uniform'"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class RowSizes:

@@ -23,17 +23,27 @@ class UniformHeads(Heads):
     scope = ""
 
 
-class _ByScores(Heads):
-    """Head sizes computed from the scores of each head."""
+class OwnRankings(Heads):
+    """Head sizes that need a ranking of tokens for each head of a layer."""
 
     def check(self, policy: Policy) -> None:
-        """Check that scores differ between heads."""
-        self.check_scores(policy)
+        """Check that the policy's score does not rank tokens once for all heads."""
+        score = policy.score
+        if not score.average_heads:
+            return
+        if "average_heads" in score.options():
+            why, remedy = "average_heads=True", "average_heads=False or "
+        else:
+            why, remedy = f"score={score.name!r}", ""
+        raise ValueError(
+            f"heads={self.name!r} needs a ranking of tokens for each head, and {why} ranks them "
+            f"once for all heads of a layer: use {remedy}heads='uniform'"
+        )
 
 
 @register_part("adaptive")
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveHeads(_ByScores):
+class AdaptiveHeads(OwnRankings):
     """A layer's size is split by how spread each head's attention is (Ada-KV, arXiv 2407.11550).
 
     Options:
@@ -49,7 +59,7 @@ class AdaptiveHeads(_ByScores):
 
 @register_part("global")
 @dataclass(frozen=True, kw_only=True)
-class GlobalHeads(_ByScores):
+class GlobalHeads(OwnRankings):
     """One ranking of the tokens of all heads in all layers (KVzip, arXiv 2505.23416).
 
     Scores are compared without normalisation, and no head has a floor beyond its pinned tokens, as

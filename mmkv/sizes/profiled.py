@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from mmkv.parts import Heads, PositiveShare, Share, SizeInputs, register_part
+from mmkv.parts import PositiveShare, Share, SizeInputs, register_part
+from mmkv.sizes.heads import OwnRankings
 from mmkv.sizes.layers import UniformLayers, fit
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def proportional(weights: Sequence[float], total: float, max_size: float) -> lis
     return sizes
 
 
-class MeasuredHeads(Heads):
+class MeasuredHeads(OwnRankings):
     """Head sizes by a profile; equal without one.
 
     Attributes:
@@ -123,10 +124,6 @@ class MeasuredHeads(Heads):
 
     scope = ""
     profile: ClassVar[str]
-
-    def check(self, policy: Policy) -> None:
-        """Check that each head has its own ranking."""
-        self.check_scores(policy)
 
 
 @register_part("retrieval")
