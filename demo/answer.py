@@ -86,7 +86,7 @@ class Answer:
         self._ids = ids = inputs["input_ids"][0].cpu()  # the answer's tokens are appended
         self._start, self._seconds = len(ids), list[float]()
         needed = len(ids) + settings.max_new_tokens
-        limit = getattr(loaded.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = chat.max_positions(loaded.model)
         if limit is not None and needed > limit:
             raise ValueError(
                 f"the conversation and a new answer take up to {needed} tokens, the model reads "

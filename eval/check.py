@@ -22,13 +22,14 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from mmkv.budgets import named, number
+from mmkv.chat import max_positions
 from mmkv.forcing import checked_inputs
 from mmkv.memory import BITS, Memory
 from mmkv.terminal import Table, bar, plain
 
 from .arguments import MEMORY
 from .measure import Batch, Job, measure
-from .prompts import Encoder, longest
+from .prompts import Encoder
 from .runner import check_arguments, try_all
 from .samples import Sample
 from .store import FULL, Row, key_of
@@ -156,7 +157,7 @@ def check_lengths(model: Any, lengths: Sequence[int], max_new_tokens: int) -> No
     """Refuse a prompt of one token, or one too long for the model with its reply."""
     if not lengths:
         raise ValueError("check: no prompts: give one or more")
-    positions = longest(model) or math.inf
+    positions = max_positions(model) or math.inf
     for i, n in enumerate(lengths, start=1):
         if n < 2:
             raise ValueError(

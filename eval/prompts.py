@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmkv.chat import Loaded, adds_special, on_device, split_inputs
+from mmkv.chat import Loaded, adds_special, max_positions, on_device, split_inputs
 from mmkv.context_texts import left_padded
 
 from .samples import Sample, read_image
@@ -143,12 +143,7 @@ def _context_of(prompt: str, sample: Sample) -> str:
     return prompt.removesuffix(sample.asked)
 
 
-def longest(model: Any) -> int | None:
-    """Return the longest sequence of tokens that a model's text config allows; None: unknown."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
 def encode_samples(loaded: Loaded, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return the model's inputs of each sample."""
-    encoder = Encoder(loaded.processor, longest(loaded.model))
+    encoder = Encoder(loaded.processor, max_positions(loaded.model))
     return [on_device(loaded.model, encoder.batch([sample])) for sample in samples]

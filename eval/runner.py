@@ -19,11 +19,12 @@ from accelerate import PartialState
 
 from mmkv import registry
 from mmkv.budgets import named, number
+from mmkv.chat import max_positions
 from mmkv.memory import Memory
 from mmkv.terminal import bar, say
 
 from .measure import COMPARED, Batch, Job, measure
-from .prompts import Encoder, longest
+from .prompts import Encoder
 from .samples import Sample
 from .store import (
     FULL,
@@ -102,7 +103,7 @@ def run(
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected at least 1")
     processes = find_processes()
-    max_length = longest(model) if max_length is None else max_length
+    max_length = max_positions(model) if max_length is None else max_length
     variants_at = [(variant, budget) for variant in variants for budget in variant.budgets(budgets)]
     try_all(model, variants_at)
     profiles = [path for v, budget in variants_at if (path := v.profile_at(budget)) is not None]

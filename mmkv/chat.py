@@ -203,6 +203,11 @@ def on_device(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def max_positions(model: Any) -> int | None:
+    """Return how many positions the model's text config allows; None if it does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
 def adds_special(tokenizer: Any, text: str) -> bool:
     """Return whether the tokenizer adds special tokens: not if the template wrote them."""
     bos = tokenizer.bos_token

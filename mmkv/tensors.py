@@ -1,6 +1,9 @@
-"""Small functions on tensors: tiles that fit a cache, rows and spans by index, copies."""
+"""Small functions on tensors: tiles that fit a cache, rows and spans by index, copies, autocast."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,3 +66,10 @@ def spans(starts: Tensor, width: int) -> Tensor:
 def send(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy an array to the device without waiting for it."""
     return torch.from_numpy(array.copy()).to(device, non_blocking=True)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast, which would round products of float32 to 16 bits."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()

@@ -12,8 +12,8 @@ from lmms_eval.api.model import lmms
 from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
-from mmkv.chat import load, on_device
-from mmkv.eval.prompts import encode, longest
+from mmkv.chat import load, max_positions, on_device
+from mmkv.eval.prompts import encode
 from mmkv.eval.variants import plugin_arguments
 from mmkv.loading.names import DEFAULT_MODEL
 from mmkv.wrapping import wrap
@@ -58,7 +58,7 @@ class MMKV(lmms):
         device_name = str(self.accelerator.device) if self._world_size > 1 else device or "auto"
         loaded = load(pretrained, device_name, dtype, device_map)
         self.model, self.processor = loaded.model, loaded.processor
-        self.tokenizer, self.max_length = loaded.tokenizer, longest(self.model) or 2048
+        self.tokenizer, self.max_length = loaded.tokenizer, max_positions(self.model) or 2048
         self.device, self.batch_size = self.model.device, int(batch_size)
         wrap(self.model, policy, size, profile=profile, **policy_options)
 

@@ -140,7 +140,9 @@ def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:
 
 def _warn_beyond(model: Any, tokens: int) -> None:
     """Print a warning if the model was not trained for so many tokens."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    from mmkv.chat import max_positions
+
+    limit = max_positions(model)
     if limit is not None and tokens > limit:
         say(f"{tokens:,} tokens are beyond the {limit:,} positions that the model reads")
 
@@ -180,7 +182,7 @@ def plan_command(
     import torch
 
     from mmkv import adapters
-    from mmkv.chat import default_budget, parse_options
+    from mmkv.chat import default_budget, max_positions, parse_options
     from mmkv.eval.speed.models import SHAPES, make
     from mmkv.eval.speed.plan import Load, Sizes, plan
     from mmkv.loading.models import empty
@@ -192,7 +194,7 @@ def plan_command(
     size = asked = (given or default_budget(chosen, profile, kv_dtype)) or DEFAULT
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
-    limit: int = getattr(net.config.get_text_config(), "max_position_embeddings", None) or 4096
+    limit = max_positions(net) or 4096
     length = prompt or max(1, min(4096, limit - new))
     _warn_beyond(net, length + new)
     table = None

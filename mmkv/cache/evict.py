@@ -21,12 +21,12 @@ from mmkv.cache.padded_blocks import PaddedBlock, block_of
 from mmkv.cache.plain import PlainKV
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.quantize import NEWEST, WINDOW, QuantizedKV
-from mmkv.cache.selection import Kept, Ranking, no_autocast
+from mmkv.cache.selection import Kept, Ranking
 from mmkv.decode.slots import GrowingSlots, SlotSchedule, spare
 from mmkv.decode.victims import HeavyHitterSlots
 from mmkv.memory import BITS
 from mmkv.parts import Merge, RowSizes
-from mmkv.tensors import send
+from mmkv.tensors import no_autocast, send
 
 # How many empty slots a layer may have, as a share of its kept tokens, to have fewer blocks.
 SLACK = 0.15

@@ -6,10 +6,9 @@ Shape letters as in `mmkv.scores`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.sizing import contested, marked, n_recent, split_sizes
 from mmkv.layer_inputs import LayerInputs, rows_of
 from mmkv.policy import Policy, Score
+from mmkv.tensors import no_autocast
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV
@@ -124,13 +124,6 @@ def importance(
     if policy.score.average_heads and scores.shape[1] > 1:
         scores = scores.mean(dim=1, keepdim=True)
     return scores.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Switch autocast off, which would round float32 products to 16 bits."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def by_parts(

@@ -17,13 +17,12 @@ from mmkv.parts import Score, register_part
 from mmkv.scores import values
 from mmkv.scores.attention import (
     Value,
-    autocast_off,
     check_decoding,
     checked,
     drop_full_mask,
     scale_of,
 )
-from mmkv.tensors import tile
+from mmkv.tensors import no_autocast, tile
 
 if TYPE_CHECKING:
     from mmkv.layer_inputs import LayerInputs
@@ -121,7 +120,7 @@ def accumulated_attention(
     scores = torch.zeros(B, H, N, dtype=torch.float32, device=key.device)
     future = torch.ones(block, block, dtype=torch.bool, device=key.device).triu(1)
     grouped = query.unflatten(1, (H, G))
-    with autocast_off(key):
+    with no_autocast(key.device):
         for row, head in itertools.product(range(0, B, n_rows), range(0, H, n_heads)):
             part = slice(row, row + n_rows), slice(head, head + n_heads)
             part_scores = scores[part]

@@ -6,12 +6,13 @@ float32 inside `torch.autocast` too, which is turned off here. Shape letters as 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
+
+from mmkv.tensors import no_autocast
 
 if TYPE_CHECKING:
     from mmkv.policy import Policy
@@ -35,13 +36,6 @@ def check_decoding(policy: Policy, **options: Any) -> None:
             )
 
 
-def autocast_off(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context in which autocast does not round products of float32 to 16 bits."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.autocast(x.device.type, enabled=False)
-    return nullcontext()
-
-
 def window_rows(
     query: Tensor,
     key: Tensor,
@@ -62,7 +56,7 @@ def window_rows(
     if valid is not None:
         # Keys and queries alike: padding may hold any values, NaN included.
         allowed = allowed & valid[:, None, None, None] & valid[:, None, None, -window:, None]
-    with autocast_off(key):
+    with no_autocast(key.device):
         rows = query[:, :, -window:].float() * scale_of(D, scale, softcap)
         logits = (rows.reshape(B, H, -1, D) @ key.float().mT).view(B, H, -1, window, N)
         if softcap is not None:

@@ -17,13 +17,13 @@ from mmkv.scores import values
 from mmkv.scores.attention import (
     Pooling,
     Value,
-    autocast_off,
     check_decoding,
     checked,
     drop_full_mask,
     pooled,
     window_rows,
 )
+from mmkv.tensors import no_autocast
 
 if TYPE_CHECKING:
     from mmkv.layer_inputs import LayerInputs
@@ -183,7 +183,7 @@ def window_attention(
         mask=mask,
         log_weights=log_weights,
     )
-    with autocast_off(key):
+    with no_autocast(key.device):
         scores = (per_query @ attention[..., : N - window]).view(B, H, -1, N - window)
     scores = pooled(scores, kernel_size, pooling)
     return scores if valid is None else scores.masked_fill(~valid[:, None, : N - window], 0.0)
