@@ -85,7 +85,9 @@ def eval_command(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     device_map: arguments.MapOption = None,
-    seed: Annotated[int, typer.Option(help="Recorded with the run.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of torch, for policies of your own that use random numbers.")
+    ] = 0,
     replay: Annotated[
         bool, typer.Option("--replay", help="Read each prompt once for all policies, untimed.")
     ] = False,

@@ -79,7 +79,7 @@ def run(
         out: the run's folder; see `mmkv.eval.store`.
         batch_size: samples at once. With several processes, at most samples / processes.
         max_length: tokens to which long prompts may be cut; by default the model's length.
-        seed: of torch, for policies that use random numbers.
+        seed: of torch, for plugin policies that use random numbers; none of ours does.
         replay: see `mmkv.eval.replay`; rows then have no times, and batches are small.
         exact: whether budgets are measured exactly (least=0), or as `mmkv.wrap` would keep them.
 
