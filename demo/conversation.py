@@ -248,9 +248,12 @@ def rouge_l(one: str, other: str) -> float | None:
         return 1.0
     try:
         from rouge_score.rouge_scorer import RougeScorer
+        from rouge_score.tokenizers import DefaultTokenizer
     except ModuleNotFoundError:
         return None
-    return float(RougeScorer(["rougeL"]).score(one, other)["rougeL"].fmeasure)
+    # Without a tokenizer it logs by absl, which makes the root logger print all messages again.
+    scorer = RougeScorer(["rougeL"], tokenizer=DefaultTokenizer(use_stemmer=False))
+    return float(scorer.score(one, other)["rougeL"].fmeasure)
 
 
 def read_upload(path: str | Path) -> Image.Image | None:

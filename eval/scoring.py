@@ -40,8 +40,11 @@ def token_f1(text: str, answer: str) -> float:
 def rouge(text: str, answer: str, *, kind: str = "rougeL") -> float:
     """Return the F-measure of word pairs ("rouge2") or the longest common sequence ("rougeL")."""
     from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.tokenizers import DefaultTokenizer
 
-    return float(RougeScorer([kind]).score(answer, text)[kind].fmeasure)
+    # Without a tokenizer it logs by absl, which makes the root logger print all messages again.
+    scorer = RougeScorer([kind], tokenizer=DefaultTokenizer(use_stemmer=False))
+    return float(scorer.score(answer, text)[kind].fmeasure)
 
 
 def classification(text: str, answer: str, classes: Sequence[str]) -> float:

@@ -1,5 +1,6 @@
 """Scorers: what they are on examples, and what holds for all."""
 
+import logging
 import random
 import string
 
@@ -7,6 +8,7 @@ import pytest
 
 pytest.importorskip("rouge_score", reason="the eval extra is not installed")
 
+from mmkv.demo.conversation import rouge_l
 from mmkv.eval import scoring
 from mmkv.eval.samples import Sample
 
@@ -121,3 +123,11 @@ def test_an_unknown_metric_of_evaluate():
     metrics = pytest.importorskip("mmkv.eval.metrics", reason="the eval extra is not installed")
     with pytest.raises(ValueError, match=r"bleu.*rouge_l"):
         metrics.load_metric("bleu")
+
+
+@pytest.mark.parametrize("rouge", [scoring.rouge, rouge_l])
+def test_rouge_gives_the_root_logger_no_handler(rouge, monkeypatch):
+    """It would print mmkv's messages a second time."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    assert rouge("a red ring", "a ring") == pytest.approx(0.8)
+    assert not logging.root.handlers
