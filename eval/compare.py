@@ -77,15 +77,20 @@ class Comparison:
 
 
 def _points(report: Report, hidden: bool) -> Any:
-    """Return a run's points with the question visible, or hidden; the full cache is in both."""
+    """Return a run's points with the question visible, or hidden; the full cache is in both.
+
+    With a hidden question, bytes are those of the context alone, also of the full cache.
+    """
     points, suffix = report.summaries[""].reset_index(), f":{QUESTION}={HIDDEN}"
     matches = (points["policy"] == FULL) | (points["policy"].str.endswith(suffix) == hidden)
     points = points[matches & (points["errors"] < points["n"])]
     full = points["policy"] == FULL
     if full.all():
         return points.head(0)
-    whole = points.loc[full, "held_bytes"].max() if full.any() else points["full_bytes"]
-    points = points.assign(share=points["held_bytes"] / whole)
+    full_bytes = points["full_bytes"] + points["other_bytes"].fillna(0)
+    held = points["held_bytes"].mask(full & hidden, full_bytes[~full].max())
+    share = held / (held[full].max() if full.any() else full_bytes)
+    points = points.assign(held_bytes=held, share=share)
     policy = points["policy"].str.removesuffix(suffix)
     kept = list(map(report.percent, points["kept"]))
     label = policy.where(policy == FULL, policy + " " + kept)

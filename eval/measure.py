@@ -49,8 +49,8 @@ class Job:
     about: dict[str, Any]  # fields that every row of the run has
     replays: bool = False  # whether one pass of a batch's prompts serves all policies
     full: dict[int, Row] = field(default_factory=dict[int, Row])  # the full cache's rows, by sample
-    # The context read last, after its policy and budget, and its inputs.
-    last_read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context] | None = None
+    # The context read last, after its policy and budget, and its inputs; the seconds it took.
+    last_read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context, float] | None = None
 
     @cached_property
     def by_generate(self) -> bool:
@@ -101,22 +101,28 @@ class Batch:
 
     def context(
         self, variant: Variant, budget: float | int, captured: Capture | None
-    ) -> mmkv.Context:
-        """Return the compressed contexts of the prompts; equal ones are read only once."""
+    ) -> tuple[mmkv.Context, float]:
+        """Return the compressed contexts of the prompts, and the seconds that reading them took.
+
+        Equal ones are read only once.
+        """
         job, key, inputs = self.job, (variant.label, budget), self.apart[0]
         if job.last_read is not None and job.last_read[0] == key:
             last = job.last_read[1]
             if last.keys() == inputs.keys() and all(last[x].equal(inputs[x]) for x in inputs):
-                return job.last_read[2]
+                return job.last_read[2:]
         job.last_read = None  # frees its memory before another one is read
+        start = time.perf_counter()
         if captured is None:
             context = mmkv.read(job.model, inputs, prefill_chunk_size=variant.evict_chunks)
         else:
             shape = inputs["input_ids"].shape
             by_token = {name: x for name, x in inputs.items() if x.shape == shape}
             context = mmkv.Context(job.model, captured.replayed(job.model), by_token)
-        job.last_read = key, inputs, context
-        return context
+        if job.model.device.type != "cpu":
+            torch.accelerator.synchronize()
+        job.last_read = key, inputs, context, time.perf_counter() - start
+        return job.last_read[2:]
 
 
 def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
@@ -144,7 +150,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     start = time.perf_counter()
     job, model, context = batch.job, batch.job.model, None
     cache: Any = None
-    held_bytes = 0
+    held_bytes, read_s = 0, 0.0
     rows = _new_rows(variant, budget, batch)
     scores_answers, compares = job.measures("ppl"), job.measures(*COMPARED)
     generates, is_full = job.measures("rouge", "score"), variant.label == FULL
@@ -157,7 +163,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     replayed = not is_full and applies(attachment_of(model).plan)
     captured = batch.captures.get(variant.hidden) if replayed else None
     if variant.hidden:
-        context = batch.context(variant, budget, captured)
+        context, read_s = batch.context(variant, budget, captured)
         held_bytes = context.cache.nbytes
 
     def prompts_and_reader() -> tuple[dict[str, Any], Read | None]:
@@ -185,7 +191,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
             pad, chunk = job.encoder.tokenizer.pad_token_id, variant.evict_chunks
             inputs = batch.inputs if context is None else context.arguments_for(batch.apart[1])
             chunk = chunk if context is None else None  # its context is read already
-            tokens, cache, times, first_bytes = timed(model, inputs, limits, pad, chunk)
+            tokens, cache, times, first_bytes = timed(model, inputs, limits, pad, chunk, read_s)
         else:
             (prompts, read), times = prompts_and_reader(), dict[str, float]()
             assert read is not None
@@ -238,11 +244,17 @@ def perplexity(nll: float, tokens: int) -> float | None:
 
 
 def timed(
-    model: Any, inputs: Mapping[str, Any], limits: Sequence[int], pad: int, chunk: int | None = None
+    model: Any,
+    inputs: Mapping[str, Any],
+    limits: Sequence[int],
+    pad: int,
+    chunk: int | None = None,
+    read_s: float = 0.0,
 ) -> tuple[list[list[int]], Any, dict[str, float], int]:
     """Generate greedy replies, each up to an end token or its limit, and time them.
 
-    A prompt is read `chunk` tokens at a time. Return the token ids of each reply; the cache;
+    A prompt is read `chunk` tokens at a time. `read_s` are the seconds in which the context before
+    these tokens was read; both times include them. Return the token ids of each reply; the cache;
     "first_token_s" and "tokens_per_s"; and the cache's bytes after the prompt was read.
     """
     times, caches, prompt_bytes = list[float](), list[Any](), 0
@@ -259,7 +271,7 @@ def timed(
     options: dict[str, Any] = {"max_new_tokens": max(limits), "do_sample": False, "num_beams": 1}
     options |= {"pad_token_id": pad, "return_dict_in_generate": True, "use_cache": True}
     options["streamer"] = SimpleNamespace(put=put, end=lambda: None)
-    start = time.perf_counter()
+    start = time.perf_counter() - read_s
     with torch.no_grad(), model.register_forward_hook(watch):
         out = model.generate(**inputs, **options, prefill_chunk_size=chunk)
     new = out.sequences[:, inputs["input_ids"].shape[1] :]

@@ -42,7 +42,7 @@ pd: Any = pandas
 NONE, AVERAGE = "–", "average"
 _MEANS = (
     *("rouge", "rouge_reference", "same", "kept_fraction", "cache_bytes"),
-    *("full_bytes", "held_bytes", "first_token_s", "tokens_per_s"),
+    *("full_bytes", "other_bytes", "held_bytes", "first_token_s", "tokens_per_s"),
 )
 _SUMS = ("nll", "answer_tokens", "divergence_sum", "next_sum", "next_tokens")
 FIGURES = ("n", "errors", "ppl", "divergence", "worst", "next", *_MEANS[:3], "score", *_MEANS[3:])

@@ -43,7 +43,8 @@ def test_unmeasured_rows_are_on_no_front():
 
 def measured(policy: str, budget: float, index: int, nbytes: int, score: float) -> dict[str, Any]:
     speed = {"first_token_s": 0.5, "tokens_per_s": 20.0}
-    return row(policy, budget, index, held_bytes=nbytes, score=score, **speed)
+    nbytes_by_name = {"held_bytes": nbytes, "full_bytes": 8192, "other_bytes": 1024}
+    return row(policy, budget, index, score=score, **nbytes_by_name, **speed)
 
 
 ROWS = [
@@ -74,11 +75,12 @@ def test_visible_and_hidden_questions_are_sections_of_their_own(folder):
     titles = [f"mmvet (drawings), question {question}: llava" for question in ("visible", "hidden")]
     assert [t.title for t in tables] == titles
     rest = ["0.500", "20", "2", "r"]
-    full = ("**full**", ["90.0", "100.0", "10", *rest])
+    full = [("**full**", ["90.0", "100.0", nbytes, *rest]) for nbytes in ("10", "9")]
     visible = [("h2o 10%", ["20.0", "10.0", "1", *rest])]
     visible.append(("**snapkv 10%**", ["40.0", "10.0", "1", *rest]))
-    assert tables[0].rows == [full, *visible]
-    assert tables[1].rows == [full, ("**snapkv 10%**", ["30.0", "20.0", "2", *rest])]
+    assert tables[0].rows == [full[0], *visible]
+    # Shares are of the full cache's bytes of the context alone: 2 of 9 KiB.
+    assert tables[1].rows == [full[1], ("**snapkv 10%**", ["30.0", "22.2", "2", *rest])]
 
 
 def test_rouge_stands_beside_the_divergence_where_replies_were_generated(tmp_path):

@@ -1,5 +1,6 @@
 """Prompts that are compressed before their question is known (`--question hidden`)."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -124,11 +125,20 @@ def test_a_context_is_read_once_for_all_of_its_questions(model, samples, tmp_pat
     ]
     asked = [*samples[:2], last, *more]
     read, calls = mmkv.read, []
-    monkeypatch.setattr(mmkv, "read", lambda *a, **k: calls.append(a) or read(*a, **k))
+
+    def slow_read(*args, **options):
+        calls.append(args)
+        time.sleep(0.3)
+        return read(*args, **options)
+
+    monkeypatch.setattr(mmkv, "read", slow_read)
     policies = ["snapkv:question=hidden:window=2", "h2o:question=hidden"]
     rows = run(model, asked, tmp_path / "once", policies, 0.5)
     assert len(calls) == len(policies) * 2
+    longest = max(row["new_tokens"] for row in rows)
     for row in [r for r in rows if r["policy"] != "full"]:
+        assert row["first_token_s"] > 0.3, "the time leaves out reading the context"
+        assert row["tokens_per_s"] < 2 * longest / 0.3  # two replies in a batch
         sample = asked[row["index"]]
         alone = run(model, [sample], tmp_path / row["policy"][:3] / sample.id, [row["policy"]], 0.5)
         (same,) = [r for r in alone if r["policy"] != "full"]
