@@ -24,6 +24,7 @@ from mmkv.loading import untrusted
 from mmkv.memory import Memory
 from mmkv.planning import comparing
 from mmkv.registry import get_policy
+from mmkv.rouge import rouge
 from mmkv.wrapping import wrap
 
 from .answer import Answer, Kept, Side, kept_of
@@ -233,8 +234,8 @@ class Conversation:
         # The turn is added only now: an error before leaves the conversation unchanged.
         self._sides, self._wrapped = (compressed, full), wrap_args
         turn = replace(turn, full=full.side(), compressed=compressed.side(), notes=notes, done=True)
-        rouge = rouge_l(turn.full.text, turn.compressed.text)
-        turn = replace(turn, kept=kept, report=report, rouge=rouge)
+        similarity = rouge_l(turn.full.text, turn.compressed.text)
+        turn = replace(turn, kept=kept, report=report, rouge=similarity)
         self.turns.append(turn)
         yield turn
 
@@ -247,13 +248,9 @@ def rouge_l(one: str, other: str) -> float | None:
     if one == other:
         return 1.0
     try:
-        from rouge_score.rouge_scorer import RougeScorer
-        from rouge_score.tokenizers import DefaultTokenizer
+        return rouge(other, one)
     except ModuleNotFoundError:
         return None
-    # Without a tokenizer it logs by absl, which makes the root logger print all messages again.
-    scorer = RougeScorer(["rougeL"], tokenizer=DefaultTokenizer(use_stemmer=False))
-    return float(scorer.score(one, other)["rougeL"].fmeasure)
 
 
 def read_upload(path: str | Path) -> Image.Image | None:

@@ -27,11 +27,13 @@ from mmkv.forcing import (
     up_to_end,
 )
 from mmkv.report import mean_known
+from mmkv.rouge import rouge
 
 from .prompts import Encoder
 from .replay import Capture, applies, asked, continued
 from .samples import Sample
-from .scoring import rouge, score
+from .scoring import score
+from .speed.models import now
 from .store import FULL, Row
 from .variants import Variant
 
@@ -112,16 +114,14 @@ class Batch:
             if last.keys() == inputs.keys() and all(last[x].equal(inputs[x]) for x in inputs):
                 return job.last_read[2:]
         job.last_read = None  # frees its memory before another one is read
-        start = time.perf_counter()
+        start = now(job.model.device)
         if captured is None:
             context = mmkv.read(job.model, inputs, prefill_chunk_size=variant.evict_chunks)
         else:
             shape = inputs["input_ids"].shape
             by_token = {name: x for name, x in inputs.items() if x.shape == shape}
             context = mmkv.Context(job.model, captured.replayed(job.model), by_token)
-        if job.model.device.type != "cpu":
-            torch.accelerator.synchronize()
-        job.last_read = key, inputs, context, time.perf_counter() - start
+        job.last_read = key, inputs, context, now(job.model.device) - start
         return job.last_read[2:]
 
 

@@ -17,6 +17,8 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from mmkv.rouge import rouge
+
 if TYPE_CHECKING:
     from .samples import Sample
 
@@ -35,16 +37,6 @@ def token_f1(text: str, answer: str) -> float:
     shared = sum((Counter(words) & Counter(right)).values())
     # 2PR / (P + R) with P = shared / len(words) and R = shared / len(right).
     return 2 * shared / (len(words) + len(right)) if shared else 0.0
-
-
-def rouge(text: str, answer: str, *, kind: str = "rougeL") -> float:
-    """Return the F-measure of word pairs ("rouge2") or the longest common sequence ("rougeL")."""
-    from rouge_score.rouge_scorer import RougeScorer
-    from rouge_score.tokenizers import DefaultTokenizer
-
-    # Without a tokenizer it logs by absl, which makes the root logger print all messages again.
-    scorer = RougeScorer([kind], tokenizer=DefaultTokenizer(use_stemmer=False))
-    return float(scorer.score(answer, text)[kind].fmeasure)
 
 
 def classification(text: str, answer: str, classes: Sequence[str]) -> float:
