@@ -14,6 +14,7 @@ the new ones under the same budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ from mmkv.cache.sizing import head_sizes, sizes_of_rows
 from mmkv.cache.state import CacheState
 from mmkv.decode.slots import plan as plan_slots
 from mmkv.layer_inputs import LayerInputs
+from mmkv.tensors import no_autocast
 
 
 class CompressedCache(CacheState):
@@ -236,7 +238,10 @@ class CompressedCache(CacheState):
         masked = None if running.masked is None else running.masked.to(call.key.device)
         clock = self.clock if self.on_clock else None
         step = Step(layer.seen - q, q, call.scale, call.softcap, clock)
-        out = layer.keeping().attend(call, step, masked)
+        # Codes are multiplied in float32.
+        quantised = self.plan.kv_dtype is not None
+        with no_autocast(call.key.device) if quantised else nullcontext():
+            out = layer.keeping().attend(call, step, masked)
         if running.observes:
             layer.remember(call.query, running.rotary.get(call.layer_idx))
         return out

@@ -91,7 +91,8 @@ def evict(
     merge = None if list(sizes) == prompt.lengths else plan.policy.merge
     kept = ranking.kept(prompt_kv) if merge is None else _merged(merge, prompt_kv, prompt, ranking)
     slots = _place(prompt_kv, kept, plan, prompt)
-    blocks, stored, error = _store(slots, prompt_kv.means, plan, prompt, expected, n_newest)
+    with no_autocast(prompt_kv.keys.device):
+        blocks, stored, error = _store(slots, prompt_kv.means, plan, prompt, expected, n_newest)
     retained = None
     if prompt_kv.scores is not None and plan.policy.score.ranks:
         singles = kept.indices

@@ -24,6 +24,7 @@ from mmkv.cache.padded_blocks import PaddedBlock, block_of
 from mmkv.cache.plain import PlainKV
 from mmkv.cache.quantize import QuantizedKV
 from mmkv.memory import BITS, group
+from mmkv.tensors import no_autocast
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def packed(kept: KeptKV) -> dict[str, Tensor]:
             _add(pieces, name, x, filled)
         pieces.setdefault("counts", []).extend(filled.sum(-1, keepdim=True).int())
     order = np.concatenate([b.row_numbers for b in kept.blocks]).argsort()
-    found = {name: torch.cat([rows[i] for i in order]) for name, rows in pieces.items()}
+    with no_autocast(kept.blocks[0].held.device):  # see `QuantizedKV.joined`
+        found = {name: torch.cat([rows[i] for i in order]) for name, rows in pieces.items()}
     if bool((found["positions"] < 2**15).all()):
         found["positions"] = found["positions"].to(torch.int16)
     found["counts"] = found["counts"].view(kept.batch, kept.heads)

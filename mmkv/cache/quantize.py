@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from mmkv.cache.codes import quantised, rotation
 from mmkv.cache.products import Coded, Pairs
+from mmkv.tensors import no_autocast
 
 # On a CPU a layer of at most so many numbers, keys and values, is converted to floats before it is
 # attended to, which takes fewer operations than multiplying codes.
@@ -132,9 +133,10 @@ class QuantizedKV:
         if len(parts) == 1:
             return parts[0]
         codes, steps, *others = zip(*(x._tensors for x in parts), strict=True)
-        codes, steps = (torch.cat(x, dim=1) for x in (codes, steps))
         shapes = [shape for x in parts for shape in x.shapes]
-        found = parts[0]._with(shapes, codes, steps, *map(torch.cat, others))
+        with no_autocast(parts[0].codes.device):  # it cannot join float16 if it rounds to bfloat16
+            codes, steps = (torch.cat(x, dim=1) for x in (codes, steps))
+            found = parts[0]._with(shapes, codes, steps, *map(torch.cat, others))
         found.reuses = any(x.reuses for x in parts)
         return found
 
@@ -198,9 +200,10 @@ class QuantizedKV:
 
     def read(self) -> list[tuple[Tensor, Tensor]]:
         """Return all keys [R', S, D] and values [R', S, Dv] of each block, in the model's type."""
-        pairs = self._numbers(self._capacities, whole=True)
-        matrix = self.rotation.mT
-        return [((keys @ matrix).to(self.dtype), values.to(self.dtype)) for keys, values in pairs]
+        pairs, matrix = self._numbers(self._capacities, whole=True), self.rotation.mT
+        with no_autocast(matrix.device):
+            keys = [(keys @ matrix).to(self.dtype) for keys, _ in pairs]
+        return [(x, values.to(self.dtype)) for x, (_, values) in zip(keys, pairs, strict=True)]
 
     def pairs(self, widths: Sequence[int], *, whole: bool) -> Sequence[Pairs]:
         """Return rotated keys and values of each block's first slots, as many as `widths` says.

@@ -173,6 +173,36 @@ def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
     assert mine.equal(theirs)
 
 
+@cases("kv_dtype", BITS, "int4")
+@cases("policy", ["adakv", "condense"], "adakv")
+def test_autocast_does_not_round_codes(policy, kv_dtype, monkeypatch, tmp_path):
+    """Prompt, steps and a saved context: keys and values are in 16 bits there, products are not."""
+    model, inputs, attend = make_model("llama"), make_inputs("llama", (96, 57)), KeptKV.attend
+
+    def same_without_autocast(kept, call, step, masked=None):
+        aside = copy.deepcopy(kept)
+        out = attend(kept, call, step, masked)
+        with torch.autocast("cpu", enabled=False):
+            assert torch.equal(attend(aside, call, step, masked), out)
+        return out
+
+    monkeypatch.setattr(KeptKV, "attend", same_without_autocast)
+    with (
+        mmkv.wrapped(model, policy, 0.4, kv_dtype=kv_dtype, **short(policy)),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        *_, cache, _ = generate(model, inputs, new=NEW)
+        context = mmkv.read(model, inputs)
+        context.save(tmp_path / "context")
+        mmkv.load_context(tmp_path / "context", model)
+        found = [layer.state.stored.read() for layer in cache.compressed]
+    for layer, blocks in zip(cache.compressed, found, strict=True):
+        stored = layer.state.stored
+        assert (stored.dtype, stored.mean.dtype) == (torch.bfloat16, torch.float32)
+        for pairs, expected in zip(blocks, stored.read(), strict=True):
+            assert all(map(torch.equal, pairs, expected))
+
+
 @cases("kv_dtype, bits_each", [("int8", 8.25), ("int4", 4.25)], ("int4", 4.25))
 def test_bytes_fall_with_bits(kv_dtype, bits_each):
     """8 or 4 bits a number and 16 a group of 64, the exact pairs, their slots and the mean."""
