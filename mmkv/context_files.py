@@ -90,6 +90,7 @@ def load(
     """Return cache, inputs, chat state and weights of a context; errors name the file."""
     _check_whole(model)
     attachment = attachment_of(model)
+    attachment.settle()
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             header = _read_header((file.metadata() or {}).get(FORMAT))

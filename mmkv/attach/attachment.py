@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerationMixin
 from mmkv.adapters import Adapter, short_positions
 from mmkv.attach import attention, copy_probe, graph, hooks, longrope
 from mmkv.cache import checks
+from mmkv.cache.allotment import for_type
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks, unwrap_container
@@ -44,7 +45,8 @@ class Attachment:
     Attributes:
         model: the wrapped model.
         parts: its decoder, layers and attention modules.
-        plan: policy, budget and profile; with the copy probe's head sizes once it is settled.
+        plan: policy, budget and profile; for the model's type, and with the copy probe's head
+            sizes, once it is settled.
         compressed: the layers that are compressed.
     """
 
@@ -56,7 +58,14 @@ class Attachment:
         self._remembers = False
 
     def settle(self) -> None:
-        """Run the copy probe if head sizes wait for it, and the model can run by now."""
+        """Plan for the model's type, which may change, and run the copy probe.
+
+        The probe runs once, if head sizes wait for it and the model can run by now.
+        """
+        if self.plan.memory is not None:
+            model: Any = self.model
+            _, head_dim = self.parts.pair_shape(self.compressed[0])
+            self.plan = for_type(self.plan, model.dtype.itemsize, head_dim)
         if self.plan.waits_for_probe:
             self.plan = copy_probe.settled(self, self.plan)
 
@@ -119,7 +128,9 @@ class Attachment:
             for i in self.compressed:
                 attn = parts.attentions[i]
                 self._hook(attn, "register_forward_pre_hook", partial(hooks.before_attention, i))
-        if self.plan.needs_all_layers and self.plan.policy.layers.needs == "similarity":
+        # A plan in bytes that keeps everything may keep less once the model is cast.
+        compares = self.plan.needs_all_layers or self.plan.memory is not None
+        if compares and self.plan.policy.layers.needs == "similarity":
             for i in self.compressed:
                 layer, attn = parts.layers[i], parts.attentions[i]
                 self._hook(layer, "register_forward_pre_hook", partial(hooks.before_layer, i))

@@ -32,6 +32,13 @@ def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) ->
     return for_heads(replace(plan, budget=allotment.budget()))
 
 
+def for_type(plan: CacheConfig, itemsize: int, head_dim: int) -> CacheConfig:
+    """Return a plan in bytes for a model that was cast to another type since, see `allotted`."""
+    if plan.memory is None or plan.memory.full == 2 * head_dim * itemsize:
+        return plan
+    return allotted(plan, plan.memory.memory, itemsize, head_dim)
+
+
 def for_heads(plan: CacheConfig) -> CacheConfig:
     """Return the plan with a budget that leaves room for its heads' empty slots, if it is in bytes.
 

@@ -29,10 +29,11 @@ def check_plan(cache: CacheState, config: Any, plan: CacheConfig) -> None:
             f"{shape(config)}): start a new one"
         )
     if cache.plan != plan:
+        made, now = cache.plan.describe(), plan.describe()
+        differs = " with other options, or cast to another type," if made == now else ""
         raise ValueError(
-            f"this CompressedCache was made under {cache.plan.describe()}, and the model is "
-            f"wrapped with {plan.describe()} now: continue it under the wrap that made it, or "
-            "start a new one"
+            f"this CompressedCache was made under {made}, and the model is wrapped with {now} now"
+            f"{differs}: continue it under the wrap that made it, or start a new one"
         )
 
 

@@ -255,3 +255,30 @@ def test_default_without_size_is_an_eighth_of_the_bytes():
         assert prefilled(model, (2000,)).report().to_dict() == named.to_dict()
     with mmkv.wrapped(model, "full"):
         assert prefilled(model, (40,)).report().nbytes >= full_bytes(model, 40)
+
+
+@cases(
+    "policy, memory",
+    # All of float32 fits into 45 % in 8 bits, of bfloat16 it does not.
+    [("condense", "8x"), ("condense", "45%"), ("squeeze", "45%")],
+    "condense",
+)
+@pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
+def test_a_share_is_that_of_the_type_to_which_a_wrapped_model_is_cast(
+    policy, memory, types, tmp_path
+):
+    before, after = (getattr(torch, x) for x in types)
+    model = tiny(before)
+    with mmkv.wrapped(model, policy, memory=memory):
+        earlier = prefilled(model, (2000,))
+        found = prefilled(model.to(after), (2000,))
+        mmkv.read(model, make_inputs("llama", (90,))).save(tmp_path / "context")
+        with pytest.raises(ValueError, match=r"wrapped with .* now with other options, or cast to"):
+            model(input_ids=torch.tensor([[5]]), past_key_values=earlier)
+    with mmkv.wrapped(model, policy, memory=memory):
+        expected = prefilled(model, (2000,))
+    assert found.report().to_dict() == expected.report().to_dict()
+    assert found.nbytes <= Memory.of(memory) * full_bytes(model, 2000)
+    with mmkv.wrapped(model.to(before), policy, memory=memory):
+        model.to(after)
+        mmkv.load_context(tmp_path / "context", model)
