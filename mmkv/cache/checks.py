@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.cache_utils import LinearAttentionLayer
 
 from mmkv import adapters
@@ -15,6 +17,8 @@ from mmkv.cache.prompt_kv import PromptKV
 
 if TYPE_CHECKING:
     from mmkv.cache.state import CacheState
+
+logger = logging.getLogger(__name__)
 
 
 def check_plan(cache: CacheState, config: Any, plan: CacheConfig) -> None:
@@ -104,11 +108,44 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
         grouped = hidden.to(leaders.device)[:, : leaders.shape[-1]] & in_group
         if bool(grouped.any()):
             row, position = grouped.nonzero()[0].tolist()
+            generated = bool(_generated(cache, hidden)[row, position])
+            remedy = "use decode='grow', which groups none" if generated else "start a new cache"
             raise ValueError(
-                f"attention_mask hides row {row} its token {position}, which a group holds "
-                "together with others: keep showing it, or start a new cache"
+                f"attention_mask hides row {row} its {'generated ' * generated}token {position}, "
+                f"which a group holds together with others: keep showing it, or {remedy}"
             )
     return True
+
+
+def log_hidden_replies(cache: CacheState, hidden: Tensor) -> None:
+    """Log, once a wrap, that generated tokens that the mask hides took the places of others.
+
+    `hidden` is bool [B, seen]. Such tokens are padding: `generate` feeds it to a row whose reply
+    has ended until the replies of all rows have.
+    """
+    plan = cache.plan
+    drops = cache.observes_replies or any(b.schedule.drops for b in cache.blocks)
+    if not drops or "hidden" in plan.logged:
+        return
+    for row, n in enumerate((hidden & _generated(cache, hidden)).sum(-1).tolist()):
+        if n:
+            plan.logged.add("hidden")
+            logger.warning(
+                "row %d: attention_mask hides %d generated tokens, for which decode=%r may have "
+                "dropped others, so the row keeps less than it would alone; decode='grow' drops "
+                "no token for a generated one",
+                row,
+                n,
+                plan.policy.decode.name,
+            )
+            return
+
+
+def _generated(cache: CacheState, seen: Tensor) -> Tensor:
+    """Return which of the tokens `seen` [B, T] were generated, bool [B, T]."""
+    assert cache.prompt is not None
+    of_prompts = cache.prompt.is_prompt.to(seen.device)
+    return ~pad(of_prompts, (0, seen.shape[1] - of_prompts.shape[1]), value=False)
 
 
 def check_whole(cache: CacheState) -> None:

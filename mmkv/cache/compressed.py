@@ -106,6 +106,8 @@ class CompressedCache(CacheState):
         if earlier_valid is not None and earlier is not None:
             earlier = earlier.to(earlier_valid.device)
             phase.masks_earlier = checks.masks_earlier(self, earlier_valid, earlier)
+            if phase.masks_earlier:
+                checks.log_hidden_replies(self, earlier_valid & ~earlier)
             earlier_valid = earlier_valid & earlier
         self.prompt = prompt = self._marked(valid, image, earlier_valid)
         phase.sizes, running.cache, running.valid = None, self, valid

@@ -5,11 +5,12 @@ Each row keeps and says what it does alone, whatever the other rows are asked.
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 import mmkv
 from helpers.marks import cases, since
 from helpers.masking import masked_logits
-from helpers.models import make_inputs, make_model, row_of
+from helpers.models import PAD, VOCAB, make_inputs, make_model, row_of
 from helpers.oracle import (
     FIRST,
     READING,
@@ -21,6 +22,7 @@ from helpers.oracle import (
     ragged_talk,
     same_as_alone,
 )
+from mmkv.calls import cache_in
 
 # Each score, sizing, merge and decoding once, and a `least` that some rows are above.
 RAGGED = READING + [x for x in VARIANTS if "least" in dict(x.options)]
@@ -112,3 +114,59 @@ def test_prompt_with_hidden_tokens_equals_prompt_without(models, variant):
             for together, single in zip(held[0], kept[0], strict=True):
                 for mine, wanted in zip(together[b], single[0], strict=True):
                     assert torch.equal(mine[mine >= 0], place[wanted[wanted >= 0]])
+
+
+class Saying(LogitsProcessor):
+    """Says `words` [B, n] behind a prompt of `start` tokens."""
+
+    def __init__(self, words, start):
+        self.words, self.start = words, start
+
+    def __call__(self, ids, scores):
+        word = self.words[:, ids.shape[1] - self.start, None]
+        return torch.full_like(scores, -1e9).scatter_(1, word, 0.0)
+
+
+def second_turn(model, inputs, words, ends):
+    """The logits of a second turn that hides what follows the first `ends` [B] of `words`."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    shown = (torch.arange(words.shape[1]) < torch.tensor(ends)[:, None]).long()
+    words = words.where(shown > 0, PAD)
+    how = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    saying = [Saying(words, ids.shape[1])]
+    first = model.generate(**inputs, max_new_tokens=words.shape[1], logits_processor=saying, **how)
+    new = torch.arange(20, 29).expand(len(ids), -1)
+    second = model.generate(
+        torch.cat([first.sequences, new], dim=1),
+        attention_mask=torch.cat([mask, shown, torch.ones_like(new)], dim=1),
+        past_key_values=cache_in(first),
+        max_new_tokens=3,
+        output_logits=True,
+        **how,
+    )
+    return torch.stack(second.logits, dim=1)
+
+
+@cases("variant", RAGGED, "snapkv", "streaming", "condense", ids=str)
+def test_padding_after_an_early_end_is_hidden_or_warned_of(models, variant, caplog):
+    """Rows whose replies end early are padded until all have ended: a token alone, or 13 to 26."""
+    model, inputs, ends = models("llama"), make_inputs("llama", ROWS["padded"]), (4, 30, 17)
+    words = torch.randint(4, VOCAB, (3, 30), generator=torch.Generator().manual_seed(3))
+    policy = mmkv.get_policy(variant.policy, **options_of(variant))
+    with mmkv.wrapped(model, policy, variant.budget):
+        if policy.decode.every and policy.merge is not None:
+            with pytest.raises(ValueError, match=r"its generated token .* or use decode='grow'"):
+                second_turn(model, inputs, words, ends)
+            return
+        together = second_turn(model, inputs, words, ends)
+        warned = [x.getMessage() for x in caplog.records if "hides" in x.getMessage()]
+        for b, end in enumerate(ends):
+            few = words[b : b + 1, : end + 1]
+            alone = second_turn(model, row_of(inputs, b), few, [end])
+            if policy.decode.name == "grow":
+                torch.testing.assert_close(together[b : b + 1], alone, atol=1e-3, rtol=0)
+    if policy.decode.name == "grow":
+        assert not warned
+    else:
+        (text,) = warned
+        assert text.startswith("row 0: attention_mask hides 25 generated tokens, for which decode=")
