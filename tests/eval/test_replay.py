@@ -120,6 +120,8 @@ def test_replies_follow_the_generation_config(tmp_path):
 
     def texts(name, **more):
         rows = run(model, tokenizer, samples, out=tmp_path / name, **how, **more)
+        is_timed = [row["policy"] == "full" or not more.get("replay") for row in rows]
+        assert ["first_token_s" in row for row in rows] == is_timed
         return [row["text"] for row in rows]
 
     raw = texts("raw", metrics=["score"])
