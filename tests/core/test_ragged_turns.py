@@ -31,6 +31,10 @@ MASKED = [x for x in READING if x.policy in FIRST and not x.options]
 IN_CHUNKS = [x for x in MASKED if x.policy != "streaming"]
 IN_CHUNKS += [Variant(policy) for policy in ("kvzip", "expected", "vlcache", "lookm")]
 TURNS = [(3, 30, 12), (21, 4, 9)]  # new tokens of each row
+# Each way to decode; scores by the last queries, by all and by a second pass; groups.
+ENDING = [x for x in MASKED if x.policy in ("snapkv", "streaming", "prefixkv", "condense")]
+ENDING += [Variant(policy) for policy in ("tova", "kvzip")]
+ENDING += [x for x in VARIANTS if "rounds" in dict(x.options).values()]
 WITH_PICTURES = [
     Variant(policy, (("protect", "instruction"),), 0.8)
     for policy in ("prefixkv", "h2o", "condense", "local")
@@ -147,7 +151,7 @@ def second_turn(model, inputs, words, ends):
     return torch.stack(second.logits, dim=1)
 
 
-@cases("variant", RAGGED, "snapkv", "streaming", "condense", ids=str)
+@cases("variant", ENDING, "snapkv", "streaming", "condense", ids=str)
 def test_padding_after_an_early_end_is_hidden_or_warned_of(models, variant, caplog):
     """Rows whose replies end early are padded until all have ended: a token alone, or 13 to 26."""
     model, inputs, ends = models("llama"), make_inputs("llama", ROWS["padded"]), (4, 30, 17)
