@@ -113,9 +113,13 @@ class Context:
         """
         arguments = self.arguments_for(self._encoded(inputs, processor, ends=True)[0])
         start = arguments["input_ids"].shape[1]
-        config = options.get("generation_config") or self.model.generation_config
-        counts = (options.get(x, getattr(config, x)) for x in ("num_beams", "num_return_sequences"))
-        if (n_replies := max(x or 1 for x in counts)) > 1:  # as `generate` does with the tokens
+        # What one leaves unset `generate` takes from the next.
+        configs = options.get("generation_config"), self.model.generation_config
+        n_replies = 1
+        for name in ("num_beams", "num_return_sequences"):
+            given = (options.get(name), *(getattr(x, name, None) for x in configs))
+            n_replies = max(n_replies, next(filter(None, given), 1))
+        if n_replies > 1:  # as `generate` does with the tokens
             arguments[CACHE].batch_repeat_interleave(n_replies)
         out = self.model.generate(**arguments, **{"use_cache": True, **options})
         if isinstance(out, Tensor):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
 
 import mmkv
@@ -17,7 +18,7 @@ from helpers.configs import CONFIGS
 from helpers.contexts import rewrite
 from helpers.marks import cases, older_than, since
 from helpers.masking import held_by, held_sets, masked_logits
-from helpers.models import make_inputs, make_model, row_of
+from helpers.models import PAD, make_inputs, make_model, row_of
 from helpers.oracle import DECODING, generate, options_of, short
 from mmkv.cache.group_index import GroupIndex
 from mmkv.context_files import TOKENWISE
@@ -741,7 +742,7 @@ def test_seconds_of_films_are_remembered(tmp_path):
 
 
 @cases("rows", [(60,), (60, 41)], (60, 41), ids=str)
-def test_a_question_is_asked_with_beams(models, rows):
+def test_a_question_is_asked_with_beams(models, rows, monkeypatch):
     model, inputs = models("llama"), make_inputs("llama", rows)
     asked = question(8, rows=len(rows))
     whole = {k: torch.cat([inputs[k], asked[k]], 1) for k in asked}
@@ -753,6 +754,11 @@ def test_a_question_is_asked_with_beams(models, rows):
         config = copy.deepcopy(model.generation_config)
         config.update(**beams)
         assert torch.equal(context.ask(asked, generation_config=config), wanted)
+        with monkeypatch.context() as patch:  # `generate` takes what a config leaves unset from it
+            for name, value in beams.items():
+                patch.setattr(model.generation_config, name, value)
+            unset = GenerationConfig(pad_token_id=PAD)
+            assert torch.equal(context.ask(asked, generation_config=unset), wanted)
         torch.manual_seed(0)
         drawn = context.ask(asked, do_sample=True, num_return_sequences=3, max_new_tokens=NEW)
         assert drawn.shape == (3 * len(rows), NEW)
