@@ -23,6 +23,7 @@ from mmkv.cache.allotment import for_type
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks, unwrap_container
+from mmkv.decode.victims import Fixed, LeastAttended
 
 _remembering = threading.Lock()
 # The generation config of the latest call, a copy of its own, which takes the position offset of
@@ -251,8 +252,21 @@ def prepare_config(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
                 "code on the Hub: drop it (greedy, sampling and beams work), or "
                 "mmkv.unwrap(model) first"
             )
+    _check_guidance(attachment.plan, prepared[0].guidance_scale)
     _latest_config.set(prepared[0])
     return prepared
+
+
+def _check_guidance(plan: CacheConfig, scale: float | None) -> None:
+    """Refuse guidance whose second prompt, by default of one token, would fix the cache's size."""
+    fixed = isinstance(plan.policy.decode, Fixed | LeastAttended) and isinstance(plan.budget, float)
+    if scale in (None, 1) or not fixed or plan.keeps_everything or plan.policy.least:
+        return
+    raise ValueError(
+        f"guidance_scale={scale}: guidance reads a second prompt, by default of one token, and "
+        f"decode={plan.policy.decode.name!r} holds its reply to the size of that prompt: use "
+        "decode='grow', or a budget in tokens"
+    )
 
 
 def prepare_positions(

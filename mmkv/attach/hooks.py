@@ -120,13 +120,13 @@ def before_decoder(
     if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
         # Gemma 3 and PaliGemma make the 4-D mask above the decoder: use the model's own argument.
         mask = running.mask
+    if kwargs.get("output_attentions") and cache.get_query_offset() > 0:
+        raise ValueError(
+            "output_attentions=True: on a compressed cache a decode step, a later turn or a later "
+            "chunk returns no attention weights: leave it out, or mmkv.unwrap(model)"
+        )
     if isinstance(cache.phase, Reading):
         _begin_prompt(attachment, cache, running, mask, tokens, kwargs)
-    elif kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions=True: a decode step on a compressed cache returns no attention "
-            "weights: leave it out, or mmkv.unwrap(model)"
-        )
     else:
         _begin_step(cache, running, mask, tokens)
     return (), kwargs

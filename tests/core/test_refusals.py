@@ -17,6 +17,7 @@ from helpers.memory import bounded
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, prefilled
 from mmkv import adapters
+from mmkv.calls import cache_in
 from mmkv.policy import Score
 from mmkv.profiles import Profile
 from mmkv.scores.window import WindowAttention
@@ -195,6 +196,7 @@ def test_models(make, message):
         ({"dola_layers": "low", "trust_remote_code": True}, r"dola_layers='low' asks for"),
         ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, r"num_beam_groups=2"),
         ({"num_beams": 4, "force_words_ids": [[[5]]]}, r"force_words_ids=\[\[\[5\]\]\] asks for"),
+        ({"guidance_scale": 1.5}, r"guidance_scale=1.5.* decode='fixed' holds.* decode='grow'"),
         ({"past_key_values": tf.DynamicCache()}, r"the cache given is a DynamicCache"),
     ],
 )
@@ -221,8 +223,12 @@ def test_attention_weights_of_steps_are_refused():
     with mmkv.wrapped(model, "snapkv", 0.5, window=6), torch.no_grad():
         out = model(**inputs, output_attentions=True)
         assert out.attentions[0].shape == (1, 4, 40, 40)
-        with pytest.raises(ValueError, match="output_attentions=True: a decode step"):
+        with pytest.raises(ValueError, match=r"output_attentions=True: .* a decode step"):
             model.generate(**inputs, max_new_tokens=3, output_attentions=True)
+        first = model.generate(**inputs, max_new_tokens=3, return_dict_in_generate=True)
+        turn, cache = torch.nn.functional.pad(first.sequences, (0, 9), value=7), cache_in(first)
+        with pytest.raises(ValueError, match=r"output_attentions=True: .* a later turn"):
+            model.generate(turn, past_key_values=cache, max_new_tokens=1, output_attentions=True)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, "int4"])
