@@ -109,9 +109,10 @@ class CacheConfig:
     def total_kept(self, n_layers: int, length: int) -> int:
         """Return the budget over all layers, in tokens per head; a float is a fraction of a row.
 
-        More tokens are kept if the always-kept ones are more, or if `retention` needs more.
+        At least one token a head is kept, on average; more if the always-kept ones are more, or if
+        `retention` needs more.
         """
-        return max(self._share(n_layers, length), n_layers * min(self.kept_whole, length))
+        return max(self._share(n_layers, length), n_layers * min(max(1, self.kept_whole), length))
 
     def _share(self, n_layers: int, length: int) -> int:
         """Return a budget that is a fraction over all layers, in tokens per head, else 0."""

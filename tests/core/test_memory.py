@@ -282,3 +282,11 @@ def test_a_share_is_that_of_the_type_to_which_a_wrapped_model_is_cast(
     with mmkv.wrapped(model.to(before), policy, memory=memory):
         model.to(after)
         mmkv.load_context(tmp_path / "context", model)
+
+
+@pytest.mark.parametrize("size", [{"memory": 1 / 32}, {"budget": 0.01}], ids=str)
+def test_the_smallest_budget_keeps_a_token_of_each_head(size):
+    model = tiny(torch.bfloat16)
+    with mmkv.wrapped(model, "h2o", **size):
+        report = prefilled(model, (40, 33)).report()
+    assert [x.kept for x in report.layers] == [[[1] * H] * 2] * L
