@@ -119,7 +119,7 @@ def two_turns(model, inputs, more, chunk):
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@example(("llama", (1, 2), "elastic", 0.02, None, {}, None, 0))  # no budget keeps less than one token
+@example(("llama", (1, 2), "elastic", 0.02, None, {}, None, 0))  # one token a head
 @example(("llama", (1, 2), "elastic", 0.02, None, {"merge": "feature"}, None, 0))
 @example(("llama", (33, 300), "snapkv", 0.2, None, {}, None, 0))
 @example(("llama", (20, 39, 5), "pyramidkv", 0.2, None, {"heads": "adaptive"}, None, 0))
