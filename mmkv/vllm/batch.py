@@ -106,8 +106,9 @@ def _note(output: Any) -> None:
 
 
 def register() -> None:
-    """Note the batch of each step of vLLM's model runner (V1)."""
+    """Note the batch of each step of vLLM's model runner (V1), and weights that it reloads."""
     update, build = GPUModelRunner._update_states, GPUModelRunner._build_attention_metadata
+    reload = GPUModelRunner.reload_weights
     if getattr(update, "mmkv", False):
         return
 
@@ -126,6 +127,13 @@ def register() -> None:
         step, _runner = Step(names, boundaries), self
         return build(self, *args, **kwargs)
 
+    @functools.wraps(reload)
+    def reloading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output_weights.cache_clear()
+        of_output_weights.cache_clear()
+        return reload(self, *args, **kwargs)
+
     noting.mmkv = True  # type: ignore[attr-defined]
     GPUModelRunner._update_states = noting
     GPUModelRunner._build_attention_metadata = building
+    GPUModelRunner.reload_weights = reloading

@@ -171,7 +171,7 @@ def test_a_compiled_engine_equals_transformers(start: Any, twin: Any) -> None:
         assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
 
 
-def test_a_second_model_in_one_process_is_scored_by_its_own_weights(
+def test_a_second_model_and_reloaded_weights_are_scored_by_their_own(
     start: Any, twin: Any, tiny: Path, tmp_path: Path
 ) -> None:
     other, ids = copy.deepcopy(twin), prompts(300, 555)
@@ -184,3 +184,7 @@ def test_a_second_model_in_one_process_is_scored_by_its_own_weights(
         with start(CONDENSE, model=str(folder)) as engine:
             expected = reference(engine, model, "condense")
             assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
+            if model is other:
+                engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny)})
+                expected = reference(engine, twin, "condense")
+                assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
