@@ -5,11 +5,10 @@ Each row keeps and says what it does alone, whatever the other rows are asked.
 
 import pytest
 import torch
-from transformers import LogitsProcessor
 
 import mmkv
 from helpers.marks import cases, since
-from helpers.masking import masked_logits
+from helpers.masking import Feed, masked_logits
 from helpers.models import PAD, VOCAB, make_inputs, make_model, row_of
 from helpers.oracle import (
     FIRST,
@@ -22,7 +21,6 @@ from helpers.oracle import (
     ragged_talk,
     same_as_alone,
 )
-from mmkv.calls import cache_in
 
 # Each score, sizing, merge and decoding once, and a `least` that some rows are above.
 RAGGED = READING + [x for x in VARIANTS if "least" in dict(x.options)]
@@ -120,40 +118,23 @@ def test_prompt_with_hidden_tokens_equals_prompt_without(models, variant):
                     assert torch.equal(mine[mine >= 0], place[wanted[wanted >= 0]])
 
 
-class Saying(LogitsProcessor):
-    """Says `words` [B, n] behind a prompt of `start` tokens."""
-
-    def __init__(self, words, start):
-        self.words, self.start = words, start
-
-    def __call__(self, ids, scores):
-        word = self.words[:, ids.shape[1] - self.start, None]
-        return torch.full_like(scores, -1e9).scatter_(1, word, 0.0)
-
-
 def second_turn(model, inputs, words, ends):
     """The logits of a second turn that hides what follows the first `ends` [B] of `words`."""
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     shown = (torch.arange(words.shape[1]) < torch.tensor(ends)[:, None]).long()
-    words = words.where(shown > 0, PAD)
-    how = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    saying = [Saying(words, ids.shape[1])]
-    first = model.generate(**inputs, max_new_tokens=words.shape[1], logits_processor=saying, **how)
+    feed = Feed(words.where(shown > 0, PAD), ids.shape[1])
+    _, said, cache, _ = generate(model, inputs, new=words.shape[1], logits_processor=[feed])
     new = torch.arange(20, 29).expand(len(ids), -1)
-    second = model.generate(
-        torch.cat([first.sequences, new], dim=1),
-        attention_mask=torch.cat([mask, shown, torch.ones_like(new)], dim=1),
-        past_key_values=cache_in(first),
-        max_new_tokens=3,
-        output_logits=True,
-        **how,
-    )
-    return torch.stack(second.logits, dim=1)
+    turn = {
+        "input_ids": torch.cat([ids, said, new], dim=1),
+        "attention_mask": torch.cat([mask, shown, torch.ones_like(new)], dim=1),
+    }
+    return generate(model, turn, new=3, past_key_values=cache)[0]
 
 
 @cases("variant", ENDING, "snapkv", "streaming", "condense", ids=str)
 def test_padding_after_an_early_end_is_hidden_or_warned_of(models, variant, caplog):
-    """Rows whose replies end early are padded until all have ended: a token alone, or 13 to 26."""
+    """Two replies end early: `generate` feeds these rows 26 and 13 tokens of padding, alone one."""
     model, inputs, ends = models("llama"), make_inputs("llama", ROWS["padded"]), (4, 30, 17)
     words = torch.randint(4, VOCAB, (3, 30), generator=torch.Generator().manual_seed(3))
     policy = mmkv.get_policy(variant.policy, **options_of(variant))
@@ -168,7 +149,7 @@ def test_padding_after_an_early_end_is_hidden_or_warned_of(models, variant, capl
             few = words[b : b + 1, : end + 1]
             alone = second_turn(model, row_of(inputs, b), few, [end])
             if policy.decode.name == "grow":
-                torch.testing.assert_close(together[b : b + 1], alone, atol=1e-3, rtol=0)
+                torch.testing.assert_close(together[:, b : b + 1], alone, atol=1e-3, rtol=0)
     if policy.decode.name == "grow":
         assert not warned
     else:
