@@ -34,7 +34,7 @@ def check_plan(cache: CacheState, config: Any, plan: CacheConfig) -> None:
         )
     if cache.plan != plan:
         made, now = cache.plan.describe(), plan.describe()
-        differs = " with other options, or cast to another type," if made == now else ""
+        differs = ", with other options or cast to another type" if made == now else ""
         raise ValueError(
             f"this CompressedCache was made under {made}, and the model is wrapped with {now} now"
             f"{differs}: continue it under the wrap that made it, or start a new one"
@@ -127,18 +127,18 @@ def log_hidden_replies(cache: CacheState, hidden: Tensor) -> None:
     drops = cache.observes_replies or any(b.schedule.drops for b in cache.blocks)
     if not drops or "hidden" in plan.logged:
         return
-    for row, n in enumerate((hidden & _generated(cache, hidden)).sum(-1).tolist()):
-        if n:
-            plan.logged.add("hidden")
-            logger.warning(
-                "row %d: attention_mask hides %d generated tokens, for which decode=%r may have "
-                "dropped others, so the row keeps less than it would alone; decode='grow' drops "
-                "no token for a generated one",
-                row,
-                n,
-                plan.policy.decode.name,
-            )
-            return
+    counts = (hidden & _generated(cache, hidden)).sum(-1).tolist()
+    if any(counts):
+        plan.logged.add("hidden")
+        row = next(i for i, n in enumerate(counts) if n)
+        logger.warning(
+            "row %d: attention_mask hides %d generated tokens, for which decode=%r may have "
+            "dropped others, so the row keeps less than it would alone; decode='grow' drops "
+            "no token for a generated one",
+            row,
+            counts[row],
+            plan.policy.decode.name,
+        )
 
 
 def _generated(cache: CacheState, seen: Tensor) -> Tensor:

@@ -264,16 +264,14 @@ def test_default_without_size_is_an_eighth_of_the_bytes():
     "condense",
 )
 @pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
-def test_a_share_is_that_of_the_type_to_which_a_wrapped_model_is_cast(
-    policy, memory, types, tmp_path
-):
+def test_memory_follows_a_cast_after_wrap(policy, memory, types, tmp_path):
     before, after = (getattr(torch, x) for x in types)
     model = tiny(before)
     with mmkv.wrapped(model, policy, memory=memory):
         earlier = prefilled(model, (2000,))
         found = prefilled(model.to(after), (2000,))
         mmkv.read(model, make_inputs("llama", (90,))).save(tmp_path / "context")
-        with pytest.raises(ValueError, match=r"wrapped with .* now with other options, or cast to"):
+        with pytest.raises(ValueError, match=r"wrapped with .* now, with other options or cast to"):
             model(input_ids=torch.tensor([[5]]), past_key_values=earlier)
     with mmkv.wrapped(model, policy, memory=memory):
         expected = prefilled(model, (2000,))
