@@ -192,7 +192,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
             inputs = batch.inputs if context is None else context.arguments_for(batch.apart[1])
             chunk = chunk if context is None else None  # its context is read already
             tokens, cache, times, first_bytes = timed(model, inputs, limits, pad, chunk, read_s)
-            times = times if captured is None else {}  # a replay is no reading
+            times = times if captured is None else {}  # a replay takes less time than reading
         else:
             (prompts, read), times = prompts_and_reader(), dict[str, float]()
             assert read is not None

@@ -171,7 +171,7 @@ def test_a_compiled_engine_equals_transformers(start: Any, twin: Any) -> None:
         assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
 
 
-def test_a_second_model_and_reloaded_weights_are_scored_by_their_own(
+def test_a_second_model_and_reloaded_weights_change_the_scores(
     start: Any, twin: Any, tiny: Path, tmp_path: Path
 ) -> None:
     other, ids = copy.deepcopy(twin), prompts(300, 555)
