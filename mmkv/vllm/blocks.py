@@ -29,6 +29,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from mmkv.vllm.settings import TAIL, Sizes, last_boundary
 
+_KNOWN = 2**16  # blocks of earlier prompts that are remembered, a million tokens or more
+
 
 @dataclass(frozen=True, kw_only=True)
 class WholeSpec(FullAttentionSpec):
@@ -87,6 +89,7 @@ class Index:
     def __init__(self) -> None:
         self.whole: list[int] = []  # ids of groups
         self.small: dict[int, SmallSpec] = {}
+        self.known: dict[BlockHash, None] = {}  # the blocks of the latest prompts, oldest first
         self.boundaries: dict[str, int] = {}  # of the requests that have blocks
         self.hits: dict[str, int] = {}  # the boundary of a request that starts with a hit
         self.reading: dict[str, BlockHash] = {}  # the prefix of a request that will be compressed
@@ -145,23 +148,32 @@ class Index:
         self.awaited = set(hashes[first:]) & set(self.reading.values())
         return best
 
-    def boundary(self, pool: Any, request: Any) -> int:
+    def boundary(self, request: Any) -> int:
         """Return where a request that is read from the start is compressed.
 
         It is decided once, as it has to outlast preemptions.
         """
         if hasattr(request, "mmkv_boundary"):
             return request.mmkv_boundary
-        at = last = last_boundary(request.num_prompt_tokens, self.size)
+        last = last_boundary(request.num_prompt_tokens, self.size)
         params = request.sampling_params
         given = ((params.extra_args if params else None) or {}).get("mmkv_prefix")
+        shared = self._shared(request.block_hashes[: last // self.size])
         if type(given) is int and given >= self.size:  # the caller knows what later prompts share
-            at = min(last, given // self.size * self.size)
-        else:  # what an earlier prompt shares with this one, if that is most of it
-            shared = self.run(pool, request.block_hashes, last // self.size) * self.size
-            at = shared if last - shared <= TAIL * last else last
-        request.mmkv_boundary = at
-        return at
+            shared = min(last // self.size, given // self.size)
+        at = shared * self.size
+        request.mmkv_boundary = at if last - at <= TAIL * last else last
+        return request.mmkv_boundary
+
+    def _shared(self, hashes: Any) -> int:
+        """Return how many first blocks an earlier prompt shares, and remember these blocks."""
+        shared = next((n for n, x in enumerate(hashes) if x not in self.known), len(hashes))
+        for x in hashes:
+            self.known.pop(x, None)
+            self.known[x] = None
+        while len(self.known) > _KNOWN:
+            del self.known[next(iter(self.known))]
+        return shared
 
 
 @dataclass
@@ -184,7 +196,7 @@ class Manager(SingleTypeKVCacheManager):
         """Offer the full blocks among a request's first tokens, which the next step computes."""
         name, size, index = request.request_id, self.block_size, self.index
         if name not in self.reads:
-            boundary, hit = index.boundary(self.block_pool, request), index.hits.get(name)
+            boundary, hit = index.boundary(request), index.hits.get(name)
             self.reads[name] = Read(request, hit or boundary, hit is None and boundary > 0)
             index.boundaries[name] = hit or boundary
             if self.reads[name].open:

@@ -43,6 +43,10 @@ def engine(start: Any) -> Any:
 
 @pytest.fixture
 def ask(engine: Engine, twin: Any) -> Any:
+    yield from asking(engine, twin)
+
+
+def asking(engine: Engine, twin: Any) -> Any:
     assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
     yield Asking(engine, twin)
     assert engine.all_free
@@ -71,8 +75,8 @@ def test_a_named_prefix_serves_the_second_question(ask: Any) -> None:
     assert ask(document + questions[1], 480)[1] == 480
 
 
-@pytest.mark.parametrize("given", ["much", -3, 5, True, 10**6])
-def test_a_senseless_prefix_changes_nothing(ask: Any, given: Any) -> None:
+@pytest.mark.parametrize("given", ["much", -3, 5, 160, True, 10**6])
+def test_a_prefix_that_cannot_be_used_changes_nothing(ask: Any, given: Any) -> None:
     (ids,) = prompts(300, seed=7)
     assert ask(ids, last(ids), mmkv_prefix=given)[1] == 0
 
@@ -192,3 +196,13 @@ def test_preempted_requests_keep_their_boundary(start: Any, twin: Any) -> None:
         reference = Reference(twin, engine.shares, snapkv, always=33, block=BLOCK)
         assert found == [reference.generate(x, 60, last(x)) for x in ids]
         assert engine.all_free
+
+
+def test_later_questions_hit_where_no_head_keeps_the_whole_prompt(start: Any, twin: Any) -> None:
+    document, *questions = prompts(470, 20, 43, 57, seed=5)
+    with start(SNAPKV | {"heads": "uniform"}, enable_prefix_caching=True) as engine:
+        assert max(engine.shares.values()) < 1
+        for ask in asking(engine, twin):
+            assert [
+                ask(document + x, b)[1] for x, b in zip(questions, (480, 448, 448), strict=True)
+            ] == [0, 0, 448]
