@@ -29,7 +29,7 @@ def styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     # The dark colours come first.
     palette = [mpl.colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]
     style: dict[str, dict[str, Any]] = {}
-    for label, marker in zip(dict.fromkeys(labels), itertools.cycle("osD^vP<>Xph*d"), strict=False):
+    for label, marker in zip(dict.fromkeys(labels), itertools.cycle("oD^vP<>Xph*d"), strict=False):
         colour = palette[names.index(label.split(":")[0]) % len(palette)]
         line, inside = ("-", colour) if ":" not in label else ((0, (3, 1.5)), "white")
         style[label] = {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.6}
@@ -116,7 +116,7 @@ def frontier(sections: Sequence[tuple[str, list[str], Any]]) -> Figure:
                 axis.axhline(top * full.iloc[0], color=_BLACK, lw=1, ls=":", zorder=0)
             _log(axis.xaxis)
             if metric in LOWER_IS_BETTER:
-                axis.set_yscale("log")
+                _log(axis.yaxis)
             below = "bytes held, % of the full cache's"
             _head(axis, title if axis is axes[row * panels] else "", below, LABELS[metric])
     return _finish(figure, "Quality against bytes")
