@@ -151,7 +151,7 @@ def _check_model(header: dict[str, Any], attachment: Attachment) -> None:
         if stored.get(name) != now.get(name):
             raise ValueError(
                 f"it was read with {_shown(stored, name)}, and the model is wrapped with "
-                f"{_shown(now, name)} now: wrap it as it was"
+                f"{_shown(now, name)} now: give the policy, size and options that it was read with"
             )
 
 
