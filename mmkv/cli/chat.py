@@ -189,7 +189,10 @@ def _read_text(path: str) -> str:
     """Return a file's text; that of standard input for "-"."""
     from mmkv.eval.suites.files import read_text
 
-    return (sys.stdin.read() if path == "-" else read_text(Path(path))).strip()
+    text = (sys.stdin.read() if path == "-" else read_text(Path(path))).strip()
+    if not text:
+        raise ValueError(f"{'standard input' if path == '-' else path} is empty")
+    return text
 
 
 def _check_out(out: Path, pictures: int) -> None:
@@ -335,6 +338,6 @@ def _ask_context(
     answer = loaded.processor.decode(reply_ids, skip_special_tokens=True).strip()
     file_info = {"file": str(path), "made": is_new, "tokens": tokens, "nbytes": nbytes}
     origin = "read into" if is_new else "from"
-    summary = f"{tokens} tokens {origin} {path}, stored in {nbytes / 1024:.1f} KiB"
+    summary = f"{tokens} tokens {origin} {path}, held in {nbytes / 1024:.1f} KiB"
     data = {"question": question, "answer": answer, "tokens": len(reply_ids), "context": file_info}
     return data, [(_shortened(question), "bold"), (summary, "dim"), (answer, None)]

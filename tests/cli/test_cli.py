@@ -335,7 +335,9 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
         (("none.txt", "x"), "none.txt: no such file\n"),
         (("binary.log", "x"), "not a picture in a known format"),
         (("binary.txt", "x"), "binary.txt: not a text file in UTF-8"),
-        (("whole.png", "-"), "the question is empty"),
+        (("whole.png", "-"), "standard input is empty"),
+        (("whole.png", " "), "the question is empty"),
+        (("blank.txt", "x"), "blank.txt is empty"),
         (("--json",), "--json needs a question"),
         (("--profile", "p.json"), "profile p.json: No such file"),
     ],
@@ -349,6 +351,7 @@ def test_wrong_use_raises_before_model_loads(
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
     (tmp_path / "text.png").write_text("not a picture")
     (tmp_path / "text.md").write_text("It rains.")
+    (tmp_path / "blank.txt").write_text("\n")
     for name in ("binary.txt", "binary.log"):
         (tmp_path / name).write_bytes(b"\xff\xfe")
     (tmp_path / "whole.png").write_bytes(picture.read_bytes())
