@@ -115,10 +115,8 @@ class TestChat:
         fifth = ("--budget", 0.2, *SHORT)
         out, _, code = run(capsys, "chat", picture, QUESTION, "--context", path, *fifth)
         assert (code, path.exists()) == (0, True)
-        assert f"read into {path}, stored in" in out
-        assert (
-            f"from {path}, stored in" in run(capsys, "chat", "What?", "--context", path, *fifth)[0]
-        )
+        assert f"read into {path}, held in" in out
+        assert f"from {path}, held in" in run(capsys, "chat", "What?", "--context", path, *fifth)[0]
         assert f"leave {picture} out" in complaint(capsys, "chat", picture, "x", "--context", path)
         none = complaint(capsys, "chat", "x", "--context", tmp_path / "none")
         inside = complaint(capsys, "chat", picture, "x", "--context", picture / "x")
