@@ -152,8 +152,9 @@ class CompressedCache(CacheState):
         blocks = self.blocks
         plan_slots([b.schedule for b in blocks])
         if not self.on_clock:
-            for block in blocks:
-                block.schedule.look_up(block.positions.device)
+            with outside_inference_mode():
+                for block in blocks:
+                    block.schedule.look_up(block.positions.device)
         phase, decode = self.phase, self.plan.policy.decode
         running.observes = self.observes_replies
         if not isinstance(phase, Decoding) or not running.observes:

@@ -303,7 +303,7 @@ class TestWhatPoliciesAreGiven:
 class TestModes:
     @cases("policy", ["snapkv", "prefixkv", "h2o", "streaming", "adakv"], "snapkv")
     def test_prefill_in_inference_mode_then_decoding_without(self, models, policy):
-        model, inputs = models("llama"), make_inputs("llama", (60, 41))
+        model, inputs = models("llama"), make_inputs("llama", (90, 71))
         words = torch.randint(4, 120, (2, 40), generator=torch.Generator().manual_seed(3))
         found = []
         for mode in (torch.no_grad, torch.inference_mode):
