@@ -7,9 +7,11 @@ model can be pickled, and its deep copy is a separate wrapped model.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -83,6 +85,11 @@ class Attachment:
         while self._undo:
             function, arguments = self._undo.pop()
             function(*arguments)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: it learns layer sizes and logs warnings by itself."""
+        sampling, logged = copy.deepcopy(self.plan.sampling), set(self.plan.logged)
+        return {**vars(self), "plan": replace(self.plan, sampling=sampling, logged=logged)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Register our attention functions too, as this may be another process."""

@@ -206,6 +206,8 @@ def test_copied_models_continue_learning():
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert twin._mmkv.plan.sampling.known("") == 1
             sizes_of(twin, prompt(1))
+            assert twin._mmkv.plan.sampling.known("") == 2
+            assert model._mmkv.plan.sampling.known("") == 1
     with mmkv.wrapped(model, "xkv", 0.3, **SAMPLED):
         assert model._mmkv.plan.sampling.known("") == 0, "a new wrap begins anew"
 
