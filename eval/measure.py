@@ -15,7 +15,7 @@ from torch import OutOfMemoryError, Tensor
 
 import mmkv
 from mmkv.attach.attachment import attachment_of
-from mmkv.calls import cache_in
+from mmkv.calls import cache_in, unwrap_container
 from mmkv.chat import on_device
 from mmkv.forcing import (
     Read,
@@ -273,7 +273,7 @@ def timed(
     options |= {"pad_token_id": pad, "return_dict_in_generate": True, "use_cache": True}
     options["streamer"] = SimpleNamespace(put=put, end=lambda: None)
     start = time.perf_counter() - read_s
-    with torch.no_grad(), model.register_forward_hook(watch):
+    with torch.no_grad(), unwrap_container(model).register_forward_hook(watch):
         out = model.generate(**inputs, **options, prefill_chunk_size=chunk)
     new = out.sequences[:, inputs["input_ids"].shape[1] :]
     seconds, ends = time.perf_counter() - start, ends_of(model)

@@ -65,6 +65,11 @@ def test_figures_equal_a_loop_over_tokens(model, prompt, policy):
 
 
 @pytest.mark.slow
+def test_a_model_in_a_container_is_measured(model, prompt):
+    within = torch.compile(model, backend="eager")
+    assert checked(within, [prompt]).rows == checked(model, [prompt]).rows
+
+
 def test_means_are_over_tokens_and_the_worst_prompt_is_named(model, monkeypatch):
     """A reply that ends early has fewer tokens; one of a single token says nothing."""
     rows = [make_inputs("llama", (n,), seed=n) for n in (90, 60, 75)]
