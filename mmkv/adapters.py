@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmkv.calls import check_container, unwrap_container
+from mmkv.digest import state_of
 
 
 @dataclass(frozen=True)
@@ -161,9 +162,9 @@ class Adapter:
     image_token_ids: tuple[int, ...]  # images and videos in `input_ids`; () for a text model
     facts: Decoder
     ranks: int = 1  # number of processes that share each layer's heads (tensor parallelism)
-    # For each layer a weight, its address and version, and what was computed of it.
-    computed: dict[int, tuple[ref[Tensor], int, int, Tensor]] = field(
-        default_factory=dict[int, "tuple[ref[Tensor], int, int, Tensor]"], repr=False
+    # For each layer a weight, its state (`digest.state_of`), and what was computed of it.
+    computed: dict[int, tuple[ref[Tensor], Any, Tensor]] = field(
+        default_factory=dict[int, "tuple[ref[Tensor], Any, Tensor]"], repr=False
     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,9 +183,10 @@ class Adapter:
         parallelism it has the heads of this process.
 
         Raises:
-            ValueError: it is spread over processes, and quantised or adapted.
+            ValueError: it is quantised or adapted, and spread over processes or different in each
+                row (`adapter_names` of PEFT).
         """
-        linear: Any = getattr(self.attentions[index], self.facts.output)
+        linear = self._output(index)
         weight: Tensor = linear.weight
         plain = type(linear) is nn.Linear and weight.is_floating_point()
         if self.ranks > 1:
@@ -196,6 +198,12 @@ class Adapter:
                 )
             weight = getattr(weight, "to_local", lambda: linear.weight)()
         elif not plain:
+            hooks = linear._forward_pre_hooks.values()
+            if any("adapter_names" in getattr(x, "keywords", {}) for x in hooks):
+                raise ValueError(
+                    "adapter_names: each row has an output projection of its own, and the scores "
+                    "read one for all rows: use a score that reads none, such as score='window'"
+                )
             # Quantised or adapted: apply it to each unit vector.
             dtype = next(self.layers[index].parameters()).dtype
             unit = torch.eye(linear.in_features, device=weight.device)
@@ -207,20 +215,24 @@ class Adapter:
     def of_output_weight(self, index: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `function`, the same in each call, of `output_weight`, and keep it for next time.
 
-        It is computed anew if the weight was replaced or written to, but for a write to
-        `weight.data`, of which torch does not know.
+        It is computed anew if the weight was replaced or written to.
         """
-        linear: Any = getattr(self.attentions[index], self.facts.output)
+        linear = self._output(index)
         weight: Tensor = linear.weight
         if type(linear) is not nn.Linear or self.ranks > 1 or weight.is_inference():
             return function(self.output_weight(index))
-        now = weight.data_ptr(), weight._version
-        known = self.computed.get(index)
-        if known is not None and known[0]() is weight and known[1:3] == now:
-            return known[3]
+        now, known = state_of(weight.detach()), self.computed.get(index)
+        if known is not None and known[0]() is weight and known[1] == now:
+            return known[2]
         found = function(self.output_weight(index))
-        self.computed[index] = ref(weight), *now, found
+        self.computed[index] = ref(weight), now, found
         return found
+
+    def _output(self, index: int) -> Any:
+        """Return the output projection of a block's attention."""
+        attention: Any = self.attentions[index]
+        inner = getattr(attention, "model", attention)  # LLaMA-Adapter (PEFT) puts its own around
+        return getattr(inner, self.facts.output)
 
     def pair_shape(self, index: int) -> tuple[int, int]:
         """Return H and D of a layer: its number of key-value heads, and their dimension."""

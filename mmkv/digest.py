@@ -45,7 +45,7 @@ def of_model(model: Any, config: Any) -> str:
     }
     known, hashes = _hashes.get(model, {}), dict[Any, str]()
     for name, x in tensors.items():
-        state = _state(x)
+        state = state_of(x)
         hashes[state] = known.get(state) or f"{int(_hash(_words(x))):x}"
         digest.update(f"{name} {x.dtype} {tuple(x.shape)} {hashes[state]}".encode())
     _hashes[model] = hashes
@@ -61,7 +61,7 @@ def _plain(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, x.detach()
 
 
-def _state(x: Tensor) -> Any:
+def state_of(x: Tensor) -> Any:
     """Return what changes when a tensor is replaced or written to."""
     step = max(1, x.numel() // _SAMPLE) | 1  # odd, so that it sees every column
     sample = x.flatten()[::step].contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -229,6 +229,7 @@ def test_root_of_the_output_projection_is_computed_once_until_it_changes(monkeyp
     linear = model.model.layers[0].self_attn.o_proj
     changes = [
         lambda: linear.weight.mul_(torch.linspace(0, 4, 64)),
+        lambda: linear.weight.data.mul_(torch.linspace(4, 0, 64)),  # as PEFT merges an adapter
         lambda: setattr(linear, "weight", torch.nn.Parameter(linear.weight.flip(0, 1))),
     ]
     with torch.no_grad(), mmkv.wrapped(model, "condense", 0.2, least=0):
