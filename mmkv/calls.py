@@ -65,6 +65,19 @@ def check_container(model: nn.Module) -> None:
         outer = _inside(outer)
 
 
+def refuse_soft_prompt(model: Any) -> None:
+    """Refuse a model in a PEFT container that puts a trained prompt before each prompt."""
+    outer = model
+    while isinstance(outer, nn.Module):
+        config: Any = getattr(outer, "active_peft_config", None)
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"a context cannot hold the trained prompt of {config.peft_type.value} (PEFT), "
+                "which belongs to `generate`: call model.generate(...) on the whole prompt"
+            )
+        outer = _inside(outer)
+
+
 def _no_model(value: Any) -> str:
     """Return why an object cannot be wrapped, and what to call instead."""
     loading = "model = AutoModelForCausalLM.from_pretrained(...), then mmkv.wrap(model, ...)"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mmkv import context_files, context_texts, digest
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
-from mmkv.calls import CACHE, cache_in, unwrap_container
+from mmkv.calls import CACHE, cache_in, refuse_soft_prompt, unwrap_container
 from mmkv.context_files import GRIDS, TOKENWISE
 from mmkv.context_texts import Opened
 from mmkv.report import CacheReport
@@ -245,6 +245,7 @@ def read(
             a processor.
     """
     attachment_of(model)  # raises ValueError for a model that is not wrapped
+    refuse_soft_prompt(model)
     inner = unwrap_container(model)
     encoded, opened = context_texts.encode(inputs, processor, None, ends=False)
     tensors = _tensors(encoded, inner)
@@ -279,6 +280,7 @@ def load_context(
     """
     if isinstance(path, nn.Module):
         path, model = model, path
+    refuse_soft_prompt(model)
     inner = unwrap_container(model)
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"expected the path of a context's file, not a {type(path).__name__}")
@@ -328,6 +330,11 @@ def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
     tensors |= {k: x.to(model.dtype) for k, x in tensors.items() if k.startswith("pixel_values")}
     if "input_ids" not in tensors:
         raise ValueError(f"there are no input_ids among {sorted(inputs)}")
+    if not isinstance(tensors["input_ids"], Tensor):
+        raise ValueError(
+            f"input_ids is a {type(tensors['input_ids']).__name__}: expected a tensor [B, N], as "
+            'processors return with return_tensors="pt"'
+        )
     if tensors["input_ids"].ndim != 2:
         shape = tuple(tensors["input_ids"].shape)
         raise ValueError(f"input_ids of shape {shape}: expected [B, N]")

@@ -799,6 +799,8 @@ def test_invalid_questions_raise(models):
                 use(question(0, rows=2))
         with pytest.raises(ValueError, match=r"position_ids: .* leave position_ids out"):
             mmkv.read(model, {**inputs, "position_ids": torch.arange(40).expand(2, -1)})
+        with pytest.raises(ValueError, match=r'input_ids is a list: .* return_tensors="pt"'):
+            mmkv.read(model, {"input_ids": inputs["input_ids"].tolist()})
         with pytest.raises(ValueError, match="use_cache=False leaves nothing"):
             context.ask(padded(question(4), question(5)), use_cache=False)
     with (

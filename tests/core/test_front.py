@@ -111,10 +111,42 @@ def test_adapters_of_peft(kind, options):
     torch.testing.assert_close(full, plain, atol=1e-4, rtol=0)
     with mmkv.wrapped(model, "h2o", 0.3):
         logits, cache = answer(model)
+        if "num_virtual_tokens" in options:
+            with pytest.raises(ValueError, match=r"trained prompt of P\w+ .*model.generate"):
+                mmkv.read(model, INPUTS)
     assert cache.report().kept_fraction < 0.4
     assert cache.get_seq_length() == seen
     assert not torch.allclose(logits, plain, atol=1e-2)
     assert torch.equal(answer(model)[0], plain)
+
+
+@warns
+def test_rows_with_adapters_of_their_own():
+    """A score that reads the output projection is refused; each row of another is as alone."""
+    model = adapted(make_model("llama"), target_modules=["q_proj", "o_proj"])
+    model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj").reset_lora_parameters(
+        "default", False
+    )
+    rows = INPUTS | {"adapter_names": ["default", "__base__"], "max_new_tokens": 3}
+    with (
+        mmkv.wrapped(model, "condense", 0.3, least=0),
+        pytest.raises(ValueError, match=r"adapter_names: .*score='window'"),
+    ):
+        model.generate(**rows)
+    with mmkv.wrapped(model, "snapkv", 0.3, window=8):
+        both = model.generate(**rows)
+        for i, name in enumerate(rows["adapter_names"]):
+            row = {k: x[i : i + 1] for k, x in INPUTS.items()} | {"adapter_names": [name]}
+            assert torch.equal(model.generate(**row, max_new_tokens=3)[0], both[i])
+
+
+@warns
+def test_an_adapter_around_the_attention_module():
+    model = adapted(make_model("llama"), "AdaptionPromptConfig", adapter_len=4, adapter_layers=2)
+    with mmkv.wrapped(make_model("llama"), "condense", 0.3, least=0) as plain:
+        expected, _ = answer(plain)
+    with mmkv.wrapped(model, "condense", 0.3, least=0):  # its gates start at zero
+        torch.testing.assert_close(answer(model)[0], expected)
 
 
 @torch.no_grad()
@@ -237,6 +269,7 @@ def test_config_changes_while_wrapped_take_effect_and_last(name):
     assert decoder.config._attn_implementation == "mmkv_eager"
     cache = model(**inputs, use_cache=True).past_key_values
     assert cache.report().kept_fraction < 0.4
+    type(decoder)(decoder.config)  # another model of the same config
     assert mmkv.unwrap(model).get_decoder().config is text
     assert text._attn_implementation == "eager"
 
