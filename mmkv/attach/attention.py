@@ -175,6 +175,7 @@ def view(config: Any) -> Any:
 @cache
 def _view_class(kind: type[Any]) -> type[Any]:
     implementation: property = kind._attn_implementation
+    originals = {ours: name for name, ours in NAMES.items()}
 
     def get(self: Any) -> str | None:
         name = implementation.__get__(self)
@@ -184,6 +185,12 @@ def _view_class(kind: type[Any]) -> type[Any]:
         if isinstance(value, dict) and "" not in value:  # it has those of sub-configs only
             value = {"": implementation.__get__(self), **value}
         implementation.__set__(self, value)
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        # A model that is built from the view stores the name that it read there.
+        if name == "_attn_implementation_internal":
+            value = originals.get(value, value)
+        kind.__setattr__(self, name, value)
 
     def reduce(self: Any, protocol: Any) -> Any:
         return view, (self._mmkv_original,)
@@ -197,6 +204,7 @@ def _view_class(kind: type[Any]) -> type[Any]:
         "__doc__": kind.__doc__,
         "__slots__": ("_mmkv_original",),
         "_attn_implementation": property(get, put),
+        "__setattr__": set_attribute,
         "__copy__": shallow,
         "__reduce_ex__": reduce,
     }
