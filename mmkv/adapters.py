@@ -198,8 +198,8 @@ class Adapter:
                 )
             weight = getattr(weight, "to_local", lambda: linear.weight)()
         elif not plain:
-            hooks = linear._forward_pre_hooks.values()
-            if any("adapter_names" in getattr(x, "keywords", {}) for x in hooks):
+            hooks: Any = vars(linear)["_forward_pre_hooks"].values()
+            if any("adapter_names" in getattr(x, "keywords", ()) for x in hooks):
                 raise ValueError(
                     "adapter_names: each row has an output projection of its own, and the scores "
                     "read one for all rows: use a score that reads none, such as score='window'"

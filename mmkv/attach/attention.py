@@ -173,7 +173,7 @@ def view(config: Any) -> Any:
 
 
 @cache
-def _view_class(kind: type[Any]) -> type[Any]:
+def _view_class(kind: Any) -> type[Any]:
     implementation: property = kind._attn_implementation
     originals = {ours: name for name, ours in NAMES.items()}
 
