@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mmkv import digest
 from mmkv.calls import check_container, unwrap_container
-from mmkv.digest import state_of
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ class Adapter:
     image_token_ids: tuple[int, ...]  # images and videos in `input_ids`; () for a text model
     facts: Decoder
     ranks: int = 1  # number of processes that share each layer's heads (tensor parallelism)
-    # For each layer a weight, its state (`digest.state_of`), and what was computed of it.
-    computed: dict[int, tuple[ref[Tensor], Any, Tensor]] = field(
-        default_factory=dict[int, "tuple[ref[Tensor], Any, Tensor]"], repr=False
+    # For each layer a weight, its address and version, a sample, and what was computed of it.
+    computed: dict[int, tuple[ref[Tensor], tuple[int, int], Tensor, Tensor]] = field(
+        default_factory=dict[int, "tuple[ref[Tensor], tuple[int, int], Tensor, Tensor]"], repr=False
     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -215,18 +215,36 @@ class Adapter:
     def of_output_weight(self, index: int, function: Callable[[Tensor], Tensor]) -> Tensor:
         """Return `function`, the same in each call, of `output_weight`, and keep it for next time.
 
-        It is computed anew if the weight was replaced or written to.
+        It is computed anew if the weight was replaced or written to, see `forget_changed`.
         """
         linear = self._output(index)
         weight: Tensor = linear.weight
         if type(linear) is not nn.Linear or self.ranks > 1 or weight.is_inference():
             return function(self.output_weight(index))
-        now, known = state_of(weight.detach()), self.computed.get(index)
+        now, known = (weight.data_ptr(), weight._version), self.computed.get(index)
         if known is not None and known[0]() is weight and known[1] == now:
-            return known[2]
+            return known[3]
         found = function(self.output_weight(index))
-        self.computed[index] = ref(weight), now, found
+        self.computed[index] = ref(weight), now, digest.sample(weight.detach()), found
         return found
+
+    def forget_changed(self) -> None:
+        """Forget what was computed of weights that were written to without torch's notice.
+
+        PEFT merges an adapter through `weight.data`, which leaves address and version as they are.
+        """
+        written: dict[int, Tensor] = {}  # whether the samples of a layer's weight differ
+        for i, (weight_ref, then, sample, _) in self.computed.copy().items():
+            weight = weight_ref()
+            if weight is not None and then == (weight.data_ptr(), weight._version):
+                written[i] = (digest.sample(weight.detach()) != sample).any()
+        if not written:
+            return
+        device = next(iter(written.values())).device
+        flags = torch.stack([x.to(device) for x in written.values()])
+        for i, differs in zip(written, flags.tolist(), strict=True):  # the host waits once
+            if differs:
+                self.computed.pop(i, None)
 
     def _output(self, index: int) -> Any:
         """Return the output projection of a block's attention."""

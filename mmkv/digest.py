@@ -45,7 +45,7 @@ def of_model(model: Any, config: Any) -> str:
     }
     known, hashes = _hashes.get(model, {}), dict[Any, str]()
     for name, x in tensors.items():
-        state = state_of(x)
+        state = _state(x)
         hashes[state] = known.get(state) or f"{int(_hash(_words(x))):x}"
         digest.update(f"{name} {x.dtype} {tuple(x.shape)} {hashes[state]}".encode())
     _hashes[model] = hashes
@@ -61,12 +61,17 @@ def _plain(name: str, x: Any) -> Iterator[tuple[str, Tensor]]:
         yield name, x.detach()
 
 
-def state_of(x: Tensor) -> Any:
+def _state(x: Tensor) -> Any:
     """Return what changes when a tensor is replaced or written to."""
-    step = max(1, x.numel() // _SAMPLE) | 1  # odd, so that it sees every column
-    sample = x.flatten()[::step].contiguous().view(torch.uint8).cpu().numpy().tobytes()
     version = -1 if x.is_inference() else x._version
-    return x.data_ptr(), version, x.dtype, x.shape, x.stride(), sample
+    data = sample(x).view(torch.uint8).cpu().numpy().tobytes()
+    return x.data_ptr(), version, x.dtype, x.shape, x.stride(), data
+
+
+def sample(x: Tensor) -> Tensor:
+    """Return a copy of some of a tensor's numbers, [M]."""
+    step = max(1, x.numel() // _SAMPLE) | 1  # odd, so that it sees every column
+    return x.flatten()[::step].clone(memory_format=torch.contiguous_format)
 
 
 def _words(x: Tensor) -> Tensor:

@@ -148,6 +148,7 @@ def _begin_prompt(
     if full_mask is not None:
         earlier, valid = full_mask[:, :seen], full_mask[:, seen:]
     image = _image_tokens(attachment, cache.plan.policy, running, valid)
+    attachment.parts.forget_changed()
     if cache.begin(running, valid, earlier, image):
         cache.size(attention.run_mini_prefill(running, attachment.parts.decoder, kwargs))
     if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
