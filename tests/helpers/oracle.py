@@ -132,7 +132,8 @@ FIRST = ("snapkv", "streaming", "prefixkv", "condense", "adakv", "h2o", "elastic
 READING, DECODING = _reading_once(), _decoding_once()
 EITHER = READING + [x for x in DECODING if x not in READING]
 # Every variant in a padded batch, and some with a single row.
-IN_ROWS = [(x, "padded") for x in VARIANTS] + [(x, "one") for x in DECODING[::4]]
+ONE = dict.fromkeys([Variant("streaming"), *DECODING[::4]])
+IN_ROWS = [(x, "padded") for x in VARIANTS] + [(x, "one") for x in ONE]
 # Policies that decode in different ways.
 DECODERS = [v.policy for v in DECODING if not v.options and v.budget == 0.3]
 # For `make test`: these, and one of each way to size layers and heads.
