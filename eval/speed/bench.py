@@ -106,6 +106,7 @@ class Bench:
     model: Any  # not wrapped
     worker: Worker | None = None  # process of kvpress with the same model
     until: float = math.inf  # deadline by `time.monotonic`; one round is always made
+    stopped: bool = False  # by Ctrl-C
 
     def __post_init__(self) -> None:
         self.order = random.Random(0)
@@ -113,7 +114,7 @@ class Bench:
         self.rows = make_rows(self.setting, kvpress=self.worker is not None)
 
     def run(self) -> Result:
-        """Warm up each row, then time all rows in rounds."""
+        """Warm up each row, then time all rows in rounds. Ctrl-C leaves the round out and stops."""
         setting, notes, last_round = self.setting, list[str](), 0.0
         # Garbage collections then skip all objects that exist already.
         gc.collect()
@@ -133,8 +134,18 @@ class Bench:
             tell(f"round {rounds_done + 1}")
             rows = [row for row in self.rows if not row.note]
             self.order.shuffle(rows)
-            for group in [[row] for row in rows] if one_by_one else [rows]:
-                self._take_turns(group, setting.new - 1)
+            done = [(row, len(row.prefill_s), len(row.step_s)) for row in self.rows]
+            try:
+                for group in [[row] for row in rows] if one_by_one else [rows]:
+                    self._take_turns(group, setting.new - 1)
+            except KeyboardInterrupt:
+                if not rounds_done:
+                    raise
+                for row, prompts, steps in done:
+                    del row.prefill_s[prompts:], row.step_s[steps:]
+                notes.append(f"{rounds_done} rounds instead of {setting.rounds}: stopped")
+                self.stopped = True
+                break
             last_round = time.monotonic() - start
         gc.unfreeze()
         environment = describe_environment(self.model.device) | {

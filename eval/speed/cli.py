@@ -115,7 +115,8 @@ def bench_command(
         if worker is not None:
             worker.load(loaded.name, loaded.model)
         _warn_beyond(loaded.model, prompt + new)
-        result = Bench(setting, loaded.model, worker, until).run()
+        bench = Bench(setting, loaded.model, worker, until)
+        result = bench.run()
     result.save(out)
     tell("")
     console().print(result.table)
@@ -124,6 +125,8 @@ def bench_command(
     if user_rows and not any(row.step_s for row in user_rows):
         say(f"nothing could be measured: {user_rows[0].label}: {user_rows[0].note}")
         raise typer.Exit(1)
+    if bench.stopped:
+        raise typer.Exit(130)
 
 
 def _load(name: str, device: str = "auto", dtype: str = "auto") -> Loaded:

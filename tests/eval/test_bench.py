@@ -156,6 +156,21 @@ class TestPairs:
         assert "no time" in found.notes[-1]
         assert bench.time.monotonic() < until + 18
 
+    def test_an_interrupted_round_is_left_out(self, model, monkeypatch):
+        started = toy_bench(model, rounds=3)
+        turns, take = list[int](), started._take_turns
+
+        def interrupted(rows, steps):
+            take(rows, steps)
+            turns.append(steps)
+            if turns.count(3) == 2:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(started, "_take_turns", interrupted)
+        found = started.run()
+        assert (found.notes[-1], started.stopped) == ("1 rounds instead of 3: stopped", True)
+        assert {(len(x.prefill_s), len(x.step_s)) for x in found.rows} == {(1, 3)}
+
     @pytest.mark.parametrize(("until", "steps"), [(math.inf, 16), (9.0, 4)])
     def test_caches_too_large_together_are_made_one_by_one(
         self, clocked, monkeypatch, until, steps
