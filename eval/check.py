@@ -235,17 +235,24 @@ class CheckReport:
     @property
     def best(self) -> CheckRow | None:
         """The row of the fewest bytes within the tolerance; of about equal ones the nearest to the
-        full cache. None if there is none. Rows that were not put to the test do not count."""
+        full cache. None if there is none, or if no size of a policy was put to the test. Rows
+        that were not put to the test do not count."""
+        if self._too_short:
+            return None
         found = [x for x in self.rows if x.tested and x.divergence <= self.within]
         least = min((x.nbytes for x in found), default=0)
         alike = [x for x in found if x.nbytes <= (1 + _ALIKE) * least]
         return min(alike, key=lambda x: x.divergence, default=None)
 
     @property
+    def _too_short(self) -> bool:
+        """Whether no size of a policy was put to the test."""
+        return not any(x.tested for x in self.rows if not x.policy.startswith(FULL))
+
+    @property
     def verdict(self) -> str:
         """A sentence with the recommended cache, or that there is none."""
-        of_policies = [x for x in self.rows if not x.policy.startswith(FULL)]
-        if not any(x.tested for x in of_policies):
+        if self._too_short:
             return (
                 f"too short to tell: prompts of {self.prompt_tokens[1]:,} tokens or fewer put no "
                 "size to the test; give longer ones"
@@ -257,7 +264,8 @@ class CheckReport:
                 f"{nearest.divergence:.3g}; try more memory, another policy or a larger tolerance"
             )
         return (
-            f"fewest bytes within {self.within:g} nats a token: {best.call} holds "
+            f"fewest bytes (within {_ALIKE:.0%}) at {self.within:g} nats a token or less: "
+            f"{best.call} holds "
             f"{best.nbytes / self.full_nbytes:.0%} of the full cache's, in {best.type} "
             f"({best.divergence:.3g} nats, and {best.worst:.3g} on prompt {best.worst_prompt}, "
             "the worst)"
