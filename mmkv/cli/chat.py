@@ -95,8 +95,8 @@ def chat(
             _check_context(context, [*map(str, image or []), *files])
         if paths:
             _check_out(out, len(paths))
-    elif context is not None or as_json:
-        name = "--json" if context is None else "--context"
+    elif context is not None or as_json or layers:
+        name = "--context" if context is not None else "--json" if as_json else "--layers"
         raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
     pictures = [read_named_picture(path) for path in paths]
 
@@ -135,7 +135,7 @@ def chat(
     else:
         prompt = f"{text}\n\n{question}" if text else question
         data, lines = _ask_both(loaded, prompt, pictures, paths, out, settings)
-        lines = [x for x in lines if layers or not isinstance(x[0], CacheReport)]
+    lines = [x for x in lines if layers or not isinstance(x[0], CacheReport)]
     if as_json:
         typer.echo(json.dumps(data, indent=2))
     for text, style in () if as_json else lines:
@@ -340,4 +340,6 @@ def _ask_context(
     origin = "read into" if is_new else "from"
     summary = f"{tokens} tokens {origin} {path}, held in {nbytes / 1024:.1f} KiB"
     data = {"question": question, "answer": answer, "tokens": len(reply_ids), "context": file_info}
-    return data, [(_shortened(question), "bold"), (summary, "dim"), (answer, None)]
+    report, shown = context.report(), _shortened(question)
+    data["report"] = report.to_dict()
+    return data, [(shown, "bold"), (summary, "dim"), (answer, None), (report, None)]

@@ -337,6 +337,7 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
         (("whole.png", " "), "the question is empty"),
         (("blank.txt", "x"), "blank.txt is empty"),
         (("--json",), "--json needs a question"),
+        (("--layers",), "--layers needs a question"),
         (("--profile", "p.json"), "profile p.json: No such file"),
     ],
     *(("none.png", "x"), ("whole.png", "x", "--out", "kept.xyz"), ("--json",)),
