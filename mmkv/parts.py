@@ -253,15 +253,21 @@ class Merge(Part):
 
 
 class Protect(Part):
-    """Tokens that every layer keeps, whatever their scores."""
+    """Tokens that every layer keeps, whatever their scores.
+
+    Attributes:
+        needs_image: whether it has to know which tokens are image tokens.
+    """
 
     kind = "protect"
+    needs_image = False
 
     def marks(self, valid: Tensor, is_prompt: Tensor, image: Tensor) -> Tensor:
         """Return the tokens that are pinned, bool [B, T].
 
         The arguments are bool [B, T]: `valid` is False for padding, `is_prompt` is False for
-        generated tokens, `image` is True for image tokens.
+        generated tokens, `image` is True for image tokens; without `needs_image` it is False for
+        all if the model has no image tokens or was given embeddings.
         """
         raise NotImplementedError
 
@@ -303,6 +309,8 @@ def register_part(name: str) -> Callable[[P], P]:
 @dataclass(frozen=True, kw_only=True)
 class Instruction(Protect):
     """The prompt's text stays in every layer; image tokens compete, and so do generated ones."""
+
+    needs_image = True
 
     def marks(self, valid: Tensor, is_prompt: Tensor, image: Tensor) -> Tensor:
         """Return which tokens are text of a prompt."""

@@ -160,7 +160,8 @@ def _check_rest(
     graph: bool,
 ) -> None:
     """Check protection, sampled layer sizes, chunks, types and `graph`."""
-    if policy.protect is not None and not parts.image_token_ids:
+    protect = policy.protect
+    if protect is not None and protect.needs_image and not parts.image_token_ids:
         raise ValueError(
             "protect='instruction' keeps the prompt's text and lets image tokens compete; "
             f"{kind} has no image tokens: use protect='none'"

@@ -286,7 +286,7 @@ def _image_tokens(
     if not tokens:
         return None
     if ids is None or ids.shape != valid.shape:
-        if policy.protect is None:
+        if policy.protect is None or not policy.protect.needs_image:
             return None
         raise ValueError(
             "protect='instruction' tells text from image tokens by input_ids, and the model was "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.sizing import contested, marked, n_recent, split_sizes
+from mmkv.cache.sizing import contested, marked, n_recent, split_by, split_sizes
 from mmkv.layer_inputs import LayerInputs, rows_of
 from mmkv.policy import Policy, Score
 from mmkv.tensors import no_autocast
@@ -220,7 +220,7 @@ def ranked(
         size = host_size.to(size.device, non_blocking=True)
     elif policy.heads.scope == "layer":
         among = scores.masked_fill(~competes, float("-inf"))
-        heads = partial(policy.heads, among, layer_idx=layer_idx)
+        heads = partial(split_by, policy.heads, among, layer_idx=layer_idx)
         size, known = split_sizes(heads, pinned.sum(-1), present.sum(-1), size, sizes), None
     rank = scores.masked_fill(pinned, float("inf")).masked_fill(~present, float("-inf"))
     return Ranking(rank, size, protected, free, known)

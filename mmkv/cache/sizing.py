@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.parts import SizeInputs
+from mmkv.parts import Heads, SizeInputs
 from mmkv.policy import Policy
 from mmkv.sizes.layers import fit
 from mmkv.tensors import last, send
@@ -128,8 +128,37 @@ def head_sizes(
     totals = totals - pinned_counts.sum((1, 2))
     # Earlier turns may have left fewer tokens than fit.
     totals = totals.minimum(torch.stack(n_free).sum(0))
-    split = policy.heads(torch.cat(candidates, dim=1), totals, layer_idx=0)
+    split = split_by(policy.heads, torch.cat(candidates, dim=1), totals, layer_idx=0)
     return list((pinned_counts + split.view_as(pinned_counts)).cpu().unbind(1))
+
+
+def split_by(heads: Heads, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
+    """Return the result of a part for head sizes, int64 [B, H]; arguments are the part's own.
+
+    The result of a part of another package is checked. Built-in ones are not, as a check waits for
+    the GPU.
+    """
+    split = heads(scores, totals, layer_idx=layer_idx)
+    if not type(heads).__module__.startswith("mmkv.sizes."):
+        _check_split(type(heads).__name__, split, totals, tuple(scores.shape[:2]))
+    return split
+
+
+def _check_split(name: str, split: Any, totals: Tensor, shape: tuple[int, ...]) -> None:
+    """Check head sizes [B, H]: their sums have to be `totals` [B] wherever those are above 0."""
+    if not isinstance(split, Tensor) or split.shape != shape or split.dtype != torch.int64:
+        got = type(split).__name__
+        if isinstance(split, Tensor):
+            got = f"{split.dtype} of shape {tuple(split.shape)}"
+        raise ValueError(f"{name} returned {got}: expected int64 of shape [B, H] = {shape}")
+    sums, totals = split.sum(-1).cpu(), totals.cpu()
+    wrong = (totals > 0) & ((sums != totals) | (split < 0).any(-1).cpu())
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{name} returned head sizes {split[row].tolist()} for row {row}: expected no negative "
+            f"ones, and a sum of {int(totals[row])}, the row's total"
+        )
 
 
 def split_sizes(

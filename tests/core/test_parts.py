@@ -10,7 +10,7 @@ import mmkv
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, prefilled
-from mmkv.parts import KINDS, Heads, register_part
+from mmkv.parts import KINDS, Heads, Protect, register_part
 from mmkv.policy import Policy
 from mmkv.registry import list_parts, option_types
 from mmkv.scores.accumulated import AccumulatedAttention
@@ -91,6 +91,51 @@ def test_head_sizes_of_others_pass_the_oracle(others):
         assert kept == round(0.4 * 3 * n)
     counts = (cache.kept(0)[0] >= 0).sum(-1)
     assert counts[0] != counts[1]
+
+
+class ThreeEach(Heads):
+    def __call__(self, scores, totals, *, layer_idx):
+        return torch.full(scores.shape[:2], 3)
+
+
+class Halves(Heads):
+    scope = "model"
+
+    def __call__(self, scores, totals, *, layer_idx):
+        return scores[..., 0] * 0.5
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (ThreeEach(), r"ThreeEach returned head sizes \[3, 3\] for row 0: .* a sum of 48"),
+        (
+            Halves(),
+            r"Halves returned torch.float32 .*: expected int64 of shape \[B, H\] = \(1, 6\)",
+        ),
+    ],
+    ids=["sum", "type"],
+)
+def test_wrong_head_sizes_of_others_raise(part, message):
+    policy = mmkv.get_policy("snapkv", heads=part, window=6)
+    with pytest.raises(ValueError, match=message):
+        prefilled(make_model("llama"), make_inputs("llama", (60,)), policy, 0.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryTenth(Protect):
+    def marks(self, valid, is_prompt, image):
+        return valid & (valid.cumsum(-1) % 10 == 0)
+
+
+@pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
+def test_protection_of_others_needs_no_image_tokens(given):
+    model, inputs = make_model("llama"), make_inputs("llama", (60,))
+    if given == "inputs_embeds":
+        inputs[given] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    policy = mmkv.get_policy("snapkv", protect=EveryTenth(), window=6)
+    cache = prefilled(model, inputs, policy, 0.4)
+    assert all(set(range(9, 60, 10)) <= set(x.tolist()) for x in cache.kept(1)[0])
 
 
 def test_a_score_with_a_list_reads_a_prompt_shorter_than_its_window():
