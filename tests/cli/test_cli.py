@@ -116,7 +116,11 @@ class TestChat:
         out, _, code = run(capsys, "chat", picture, QUESTION, "--context", path, *fifth)
         assert (code, path.exists()) == (0, True)
         assert f"read into {path}, held in" in out
-        assert f"from {path}, held in" in run(capsys, "chat", "What?", "--context", path, *fifth)[0]
+        asked = ("chat", "What?", "--context", path, *fifth)
+        again, by_layer = run(capsys, *asked)[0], run(capsys, *asked, "--layers")[0]
+        assert f"from {path}, held in" in again
+        assert by_layer.startswith(again)
+        assert ("layer" in again, "layer" in by_layer.removeprefix(again)) == (False, True)
         assert f"leave {picture} out" in complaint(capsys, "chat", picture, "x", "--context", path)
         none = complaint(capsys, "chat", "x", "--context", tmp_path / "none")
         inside = complaint(capsys, "chat", picture, "x", "--context", picture / "x")
