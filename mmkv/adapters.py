@@ -229,11 +229,11 @@ class Adapter:
         return found
 
     def forget_changed(self) -> None:
-        """Forget what was computed of weights that were written to without torch's notice.
+        """Drop what was computed of weights that have been written to through `weight.data`.
 
-        PEFT merges an adapter through `weight.data`, which leaves address and version as they are.
+        PEFT merges adapters so. Address and version stay the same, so samples are compared.
         """
-        written: dict[int, Tensor] = {}  # whether the samples of a layer's weight differ
+        written: dict[int, Tensor] = {}  # for each layer, whether the sample is another one
         for i, (weight_ref, then, sample, _) in self.computed.copy().items():
             weight = weight_ref()
             if weight is not None and then == (weight.data_ptr(), weight._version):

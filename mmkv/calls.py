@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -36,6 +36,14 @@ def unwrap_container(model: Any) -> Any:
     raise ValueError(_no_model(model))
 
 
+def _from_outside(model: nn.Module) -> Iterator[Any]:
+    """Yield the containers of a model, the outermost first, and then the model inside."""
+    outer: Any = model
+    while outer is not None:
+        yield outer
+        outer = _inside(outer)
+
+
 def _inside(model: nn.Module) -> Any:
     """Return the model inside one container; None if `model` is no container."""
     names = [cls.__name__ for cls in type(model).__mro__]
@@ -48,8 +56,7 @@ def _inside(model: nn.Module) -> Any:
 
 def check_container(model: nn.Module) -> None:
     """Refuse containers that change the cache between the caller and the model."""
-    outer: Any = model
-    while outer is not None:
+    for outer in _from_outside(model):
         name = type(outer).__name__
         kind: Any = getattr(getattr(outer, "active_peft_config", None), "peft_type", None)
         if why := _PEFT_REFUSED.get(kind):
@@ -62,20 +69,17 @@ def check_container(model: nn.Module) -> None:
                 f"mmkv cannot wrap a DataParallel over {len(outer.device_ids)} devices, which "
                 "cannot gather their caches: call mmkv.wrap(model.module, ...) and model.module"
             )
-        outer = _inside(outer)
 
 
 def refuse_soft_prompt(model: Any) -> None:
     """Refuse a model in a PEFT container that puts a trained prompt before each prompt."""
-    outer = model
-    while isinstance(outer, nn.Module):
+    for outer in _from_outside(model):
         config: Any = getattr(outer, "active_peft_config", None)
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
-                f"a context cannot hold the trained prompt of {config.peft_type.value} (PEFT), "
-                "which belongs to `generate`: call model.generate(...) on the whole prompt"
+                f"a context cannot include the trained prompt of {config.peft_type.value} (PEFT), "
+                "which PEFT adds in `generate`: call model.generate(...) on the whole prompt"
             )
-        outer = _inside(outer)
 
 
 def _no_model(value: Any) -> str:

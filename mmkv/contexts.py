@@ -245,8 +245,8 @@ def read(
             a processor.
     """
     attachment_of(model)  # raises ValueError for a model that is not wrapped
-    refuse_soft_prompt(model)
     inner = unwrap_container(model)
+    refuse_soft_prompt(model)
     encoded, opened = context_texts.encode(inputs, processor, None, ends=False)
     tensors = _tensors(encoded, inner)
     cache = _read(inner, tensors, prefill_chunk_size)
@@ -280,8 +280,8 @@ def load_context(
     """
     if isinstance(path, nn.Module):
         path, model = model, path
-    refuse_soft_prompt(model)
     inner = unwrap_container(model)
+    refuse_soft_prompt(model)
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"expected the path of a context's file, not a {type(path).__name__}")
     cache, inputs, opened, weights = context_files.load(path, inner)

@@ -163,8 +163,8 @@ def _check_rest(
     protect = policy.protect
     if protect is not None and protect.needs_image and not parts.image_token_ids:
         raise ValueError(
-            "protect='instruction' keeps the prompt's text and lets image tokens compete; "
-            f"{kind} has no image tokens: use protect='none'"
+            f"protect={protect.name!r} tells text from image tokens, and {kind} has no image "
+            "tokens: use protect='none'"
         )
     if policy.layers.learns and is_measured:
         raise ValueError(

@@ -106,10 +106,9 @@ class Bench:
     model: Any  # not wrapped
     worker: Worker | None = None  # process of kvpress with the same model
     until: float = math.inf  # deadline by `time.monotonic`; one round is always made
-    stopped: bool = False  # by Ctrl-C
 
     def __post_init__(self) -> None:
-        self.order = random.Random(0)
+        self.order, self.stopped = random.Random(0), False  # stopped by Ctrl-C
         self.warm = _WARM_GPU if self.model.device.type == "cuda" else _WARM_CPU
         self.rows = make_rows(self.setting, kvpress=self.worker is not None)
 

@@ -289,7 +289,7 @@ def _image_tokens(
         if policy.protect is None or not policy.protect.needs_image:
             return None
         raise ValueError(
-            "protect='instruction' tells text from image tokens by input_ids, and the model was "
-            "given inputs_embeds alone: pass input_ids, or use protect='none'"
+            f"protect={policy.protect.name!r} tells text from image tokens by input_ids, and the "
+            "model was given inputs_embeds alone: pass input_ids, or use protect='none'"
         )
     return torch.isin(ids, torch.tensor(tokens, device=ids.device)).to(valid.device)

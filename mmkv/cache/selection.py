@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.sizing import contested, marked, n_recent, split_by, split_sizes
+from mmkv.cache.sizing import (
+    checked_split,
+    contested,
+    is_builtin,
+    marked,
+    n_recent,
+    split_sizes,
+)
 from mmkv.layer_inputs import LayerInputs, rows_of
 from mmkv.policy import Policy, Score
 from mmkv.tensors import no_autocast
@@ -119,7 +126,7 @@ def importance(
 
     with torch.no_grad(), no_autocast(layer.key.device):
         scores = by_parts(layer, windows, present, of_rows)
-    if not type(policy.score).__module__.startswith(("mmkv.scores.", "mmkv.policies.")):
+    if not is_builtin(policy.score):
         _check_scores(policy.score, scores, layer.query, layer.key)
     if policy.score.average_heads and scores.shape[1] > 1:
         scores = scores.mean(dim=1, keepdim=True)
@@ -162,7 +169,7 @@ def by_parts(
 
 
 def _check_scores(score: Score, out: Tensor, query: Tensor, key: Tensor) -> None:
-    """Check a score's result; skipped for built-in scores, as it waits for the GPU."""
+    """Check a score's result."""
     B, H, N, _ = key.shape
     name = type(score).__name__
     if not isinstance(out, torch.Tensor) or out.shape not in ((B, H, N), (B, 1, N)):
@@ -220,7 +227,7 @@ def ranked(
         size = host_size.to(size.device, non_blocking=True)
     elif policy.heads.scope == "layer":
         among = scores.masked_fill(~competes, float("-inf"))
-        heads = partial(split_by, policy.heads, among, layer_idx=layer_idx)
+        heads = partial(checked_split, policy.heads, among, layer_idx=layer_idx)
         size, known = split_sizes(heads, pinned.sum(-1), present.sum(-1), size, sizes), None
     rank = scores.masked_fill(pinned, float("inf")).masked_fill(~present, float("-inf"))
     return Ranking(rank, size, protected, free, known)

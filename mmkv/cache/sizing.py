@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.parts import Heads, SizeInputs
+from mmkv.parts import Heads, Part, SizeInputs
 from mmkv.policy import Policy
 from mmkv.sizes.layers import fit
 from mmkv.tensors import last, send
@@ -128,18 +128,19 @@ def head_sizes(
     totals = totals - pinned_counts.sum((1, 2))
     # Earlier turns may have left fewer tokens than fit.
     totals = totals.minimum(torch.stack(n_free).sum(0))
-    split = split_by(policy.heads, torch.cat(candidates, dim=1), totals, layer_idx=0)
+    split = checked_split(policy.heads, torch.cat(candidates, dim=1), totals, layer_idx=0)
     return list((pinned_counts + split.view_as(pinned_counts)).cpu().unbind(1))
 
 
-def split_by(heads: Heads, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
-    """Return the result of a part for head sizes, int64 [B, H]; arguments are the part's own.
+def is_builtin(part: Part) -> bool:
+    """Return whether a part is mmkv's own. Its results are not checked: that waits for the GPU."""
+    return type(part).__module__.startswith("mmkv.")
 
-    The result of a part of another package is checked. Built-in ones are not, as a check waits for
-    the GPU.
-    """
+
+def checked_split(heads: Heads, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
+    """Call a policy's part for head sizes, see `mmkv.parts.Heads`; return its result, checked."""
     split = heads(scores, totals, layer_idx=layer_idx)
-    if not type(heads).__module__.startswith("mmkv.sizes."):
+    if not is_builtin(heads):
         _check_split(type(heads).__name__, split, totals, tuple(scores.shape[:2]))
     return split
 

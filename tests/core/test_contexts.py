@@ -314,17 +314,10 @@ def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
     turned = type(model)(config).eval()
     turned.load_state_dict(model.state_dict())
     same = "condense", 0.4, {"least": 0}
+    remedy = "give the policy, size and options that it was read with"
     for one, (policy, budget, options), message in (
-        (
-            model,
-            ("snapkv", 0.4, {"window": 6}),
-            "the policy, size and options that it was read with",
-        ),
-        (
-            model,
-            ("condense", 0.4, {"chunk": 64}),
-            "the policy, size and options that it was read with",
-        ),
+        (model, ("snapkv", 0.4, {"window": 6}), remedy),
+        (model, ("condense", 0.4, {"chunk": 64}), remedy),
         (model, ("condense", 0.5, {"least": 0}), r"budget.*0\.4"),
         (model, ("condense", None, {"memory": 1 / 4}), r"budget=0\.4, .* memory=0\.25 now"),
         (half, same, r"read in torch\.float32, and the model is in .*bfloat16"),

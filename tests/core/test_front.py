@@ -123,10 +123,8 @@ def test_adapters_of_peft(kind, options):
 @warns
 def test_rows_with_adapters_of_their_own():
     """A score that reads the output projection is refused; each row of another is as alone."""
-    model = adapted(make_model("llama"), target_modules=["q_proj", "o_proj"])
-    model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj").reset_lora_parameters(
-        "default", False
-    )
+    options = {"target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}
+    model = adapted(make_model("llama"), **options)
     rows = INPUTS | {"adapter_names": ["default", "__base__"], "max_new_tokens": 3}
     with (
         mmkv.wrapped(model, "condense", 0.3, least=0),

@@ -116,7 +116,7 @@ class Halves(Heads):
     ],
     ids=["sum", "type"],
 )
-def test_wrong_head_sizes_of_others_raise(part, message):
+def test_wrong_sizes_of_a_custom_heads_part_raise(part, message):
     policy = mmkv.get_policy("snapkv", heads=part, window=6)
     with pytest.raises(ValueError, match=message):
         prefilled(make_model("llama"), make_inputs("llama", (60,)), policy, 0.5)
@@ -129,7 +129,7 @@ class EveryTenth(Protect):
 
 
 @pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
-def test_protection_of_others_needs_no_image_tokens(given):
+def test_a_custom_protect_part_needs_no_image_tokens(given):
     model, inputs = make_model("llama"), make_inputs("llama", (60,))
     if given == "inputs_embeds":
         inputs[given] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()

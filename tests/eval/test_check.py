@@ -73,6 +73,7 @@ def test_a_model_in_a_container_is_measured(prompt):
     assert checked(around.eval(), [prompt], max_new_tokens=2).rows == expected.rows
 
 
+@pytest.mark.slow
 def test_means_are_over_tokens_and_the_worst_prompt_is_named(model, monkeypatch):
     """A reply that ends early has fewer tokens; one of a single token says nothing."""
     rows = [make_inputs("llama", (n,), seed=n) for n in (90, 60, 75)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -43,10 +45,12 @@ def engine(start: Any) -> Any:
 
 @pytest.fixture
 def ask(engine: Engine, twin: Any) -> Any:
-    yield from asking(engine, twin)
+    with asking(engine, twin) as found:
+        yield found
 
 
-def asking(engine: Engine, twin: Any) -> Any:
+@contextmanager
+def asking(engine: Engine, twin: Any) -> Iterator[Asking]:
     assert engine.scheduler.kv_cache_manager.reset_prefix_cache()
     yield Asking(engine, twin)
     assert engine.all_free
@@ -200,9 +204,8 @@ def test_preempted_requests_keep_their_boundary(start: Any, twin: Any) -> None:
 
 def test_later_questions_hit_where_no_head_keeps_the_whole_prompt(start: Any, twin: Any) -> None:
     document, *questions = prompts(470, 20, 43, 57, seed=5)
-    with start(SNAPKV | {"heads": "uniform"}, enable_prefix_caching=True) as engine:
+    uniform, boundaries = SNAPKV | {"heads": "uniform"}, (480, 448, 448)
+    with start(uniform, enable_prefix_caching=True) as engine, asking(engine, twin) as ask:
         assert max(engine.shares.values()) < 1
-        for ask in asking(engine, twin):
-            assert [
-                ask(document + x, b)[1] for x, b in zip(questions, (480, 448, 448), strict=True)
-            ] == [0, 0, 448]
+        hits = [ask(document + x, b)[1] for x, b in zip(questions, boundaries, strict=True)]
+    assert hits == [0, 0, 448]
