@@ -41,8 +41,10 @@ from .variants import Variant, parse_variants
 
 def find_processes(device: str | None = None) -> PartialState:
     """Return this process's place among those that the launcher started."""
+    # accelerate joins processes without an accelerator only if it is told that they use the CPU.
+    cpu = device == "cpu" or not torch.accelerator.is_available()
     # The first process to end waits for the slowest, possibly for days.
-    return PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
+    return PartialState(cpu=cpu, timeout=timedelta(days=7))
 
 
 def run(

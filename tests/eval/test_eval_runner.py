@@ -346,6 +346,7 @@ def test_two_processes_write_the_rows_of_one(tmp_path, monkeypatch):
         f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}).eval()\n"
         f"runner.run(model, AutoTokenizer.from_pretrained({str(folder)!r}), make_samples(),\n"
         "    out=sys.argv[1], policies=['snapkv', 'h2o'], budgets=[0.5], batch_size=1)\n"
+        "if other is not None:\n    assert runner.find_processes().num_processes == 2\n"
         "if other:\n    sys.exit(os.waitpid(other, 0)[1] != 0)\n"
     )
     with socket.socket() as free:
