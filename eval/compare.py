@@ -79,7 +79,8 @@ class Comparison:
 def _points(report: Report, hidden: bool) -> Any:
     """Return a run's points with the question visible, or hidden; the full cache is in both.
 
-    With a hidden question, bytes are those of the context alone, also of the full cache.
+    Its bytes are those of its pairs, without empty slots; with a hidden question, of the context
+    alone. `share` divides by them.
     """
     points, suffix = report.summaries[""].reset_index(), f":{QUESTION}={HIDDEN}"
     matches = (points["policy"] == FULL) | (points["policy"].str.endswith(suffix) == hidden)
@@ -88,9 +89,9 @@ def _points(report: Report, hidden: bool) -> Any:
     if full.all():
         return points.head(0)
     full_bytes = points["full_bytes"] + points["other_bytes"].fillna(0)
-    held = points["held_bytes"].mask(full & hidden, full_bytes[~full].max())
-    share = held / (held[full].max() if full.any() else full_bytes)
-    points = points.assign(held_bytes=held, share=share)
+    full_bytes = full_bytes.mask(full & hidden, full_bytes[~full].max())
+    held = points["held_bytes"].mask(full, full_bytes)
+    points = points.assign(held_bytes=held, share=held / full_bytes)
     policy = points["policy"].str.removesuffix(suffix)
     kept = list(map(report.percent, points["kept"]))
     label = policy.where(policy == FULL, policy + " " + kept)

@@ -75,12 +75,12 @@ def test_visible_and_hidden_questions_are_sections_of_their_own(folder):
     titles = [f"mmvet (drawings), question {question}: llava" for question in ("visible", "hidden")]
     assert [t.title for t in tables] == titles
     rest = ["0.500", "20", "2", "r"]
-    full = [("**full**", ["90.0", "100.0", nbytes, *rest]) for nbytes in ("10", "9")]
-    visible = [("h2o 10%", ["20.0", "10.0", "1", *rest])]
-    visible.append(("**snapkv 10%**", ["40.0", "10.0", "1", *rest]))
-    assert tables[0].rows == [full[0], *visible]
-    # Shares are of the full cache's bytes of the context alone: 2 of 9 KiB.
-    assert tables[1].rows == [full[1], ("**snapkv 10%**", ["30.0", "22.2", "2", *rest])]
+    # The full cache holds 10 KiB, of which 1 is empty slots: shares are of its pairs' 9.
+    full = ("**full**", ["90.0", "100.0", "9", *rest])
+    visible = [("h2o 10%", ["20.0", "11.1", "1", *rest])]
+    visible.append(("**snapkv 10%**", ["40.0", "11.1", "1", *rest]))
+    assert tables[0].rows == [full, *visible]
+    assert tables[1].rows == [full, ("**snapkv 10%**", ["30.0", "22.2", "2", *rest])]
 
 
 def test_rouge_stands_beside_the_divergence_where_replies_were_generated(tmp_path):
@@ -122,7 +122,7 @@ def test_runs_of_others_stand_beside_mine(tmp_path, folder):
     points = pd.read_csv(tmp_path / "all" / "runs.csv")
     assert list(points.groupby("model", sort=False).size()) == [5, 3]
     assert set(points["n"]) == {2}
-    assert "| **snapkv 10%** | 40.0 | 10.0 | 1 |" in (tmp_path / "all" / "runs.md").read_text()
+    assert "| **snapkv 10%** | 40.0 | 11.1 | 1 |" in (tmp_path / "all" / "runs.md").read_text()
 
 
 @pytest.mark.parametrize(
