@@ -49,17 +49,18 @@ class Part:
     """One part of a policy; its fields are its options.
 
     Raises:
-        ValueError: an option has another type, or is out of its range.
+        ValueError: an option, or another annotated attribute, has another type or is out of its
+            range.
     """
 
     kind: ClassVar[str] = ""
     name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Check every option against its annotation."""
-        hints = _hints(type(self))
-        for name, value in self.options().items():
-            check(name, value, hints[name])
+        """Check every annotated attribute against its annotation."""
+        for name, hint in _hints(type(self)).items():
+            if hasattr(self, name):
+                check(name, getattr(self, name), hint)
 
     def check(self, policy: Policy) -> None:
         """Check that this part goes together with the policy's other parts and options.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -94,7 +95,13 @@ class CacheConfig:
         """Return how many tokens each layer keeps, [B][L], see `mmkv.parts.Layers`."""
         if self.table is not None and self.table.sizes_layers:
             return self.table.layer_sizes(rows)
-        return self.policy.layers(rows)
+        layers = self.policy.layers
+        sizes, wanted = layers(rows), (len(rows.lengths), rows.n_layers)
+        if (shape := np.shape(sizes)) != wanted:
+            raise ValueError(
+                f"{type(layers).__name__} returned shape {shape}: expected [B][L] = {wanted}"
+            )
+        return sizes
 
     @cached_property
     def keeps_everything(self) -> bool:

@@ -110,7 +110,13 @@ def evict(
 def _merged(merge: Merge, prompt_kv: PromptKV, prompt: TokenMasks, ranking: Ranking) -> Kept:
     """Merge evicted pairs into kept ones, by positions that do not count padding between tokens."""
     with no_autocast(prompt_kv.keys.device):
-        return merge(replace(prompt_kv, positions=prompt.closed(prompt_kv.positions)), ranking)
+        kept = merge(replace(prompt_kv, positions=prompt.closed(prompt_kv.positions)), ranking)
+    if not isinstance(kept, Kept):
+        raise ValueError(
+            f"{type(merge).__name__} returned {type(kept).__name__}: expected a "
+            "mmkv.cache.selection.Kept, such as ranking.kept(prompt_kv)"
+        )
+    return kept
 
 
 def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMasks) -> _Slots:

@@ -10,7 +10,7 @@ import mmkv
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, prefilled
-from mmkv.parts import KINDS, Heads, Protect, register_part
+from mmkv.parts import KINDS, Heads, Layers, Merge, Protect, register_part
 from mmkv.policy import Policy
 from mmkv.registry import list_parts, option_types
 from mmkv.scores.accumulated import AccumulatedAttention
@@ -91,6 +91,43 @@ def test_head_sizes_of_others_pass_the_oracle(others):
         assert kept == round(0.4 * 3 * n)
     counts = (cache.kept(0)[0] >= 0).sum(-1)
     assert counts[0] != counts[1]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"needs": "score"}, r"needs='score': expected one of \['', 'scores', "),
+        ({"learns": "5"}, "learns='5': expected a whole number"),
+    ],
+)
+def test_wrong_attributes_of_a_custom_part_raise(attributes, message):
+    part = type("Mine", (Layers,), attributes)
+    with pytest.raises(ValueError, match=message):
+        part()
+
+
+class OneRow(Layers):
+    def __call__(self, rows):
+        return [[8.0] * rows.n_layers]
+
+
+class NoPairs(Merge):
+    def __call__(self, prompt_kv, ranking):
+        ranking.kept(prompt_kv)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"layers": OneRow()}, r"OneRow returned shape \(1, 3\): .* \(2, 3\)"),
+        ({"merge": NoPairs()}, r"NoPairs returned NoneType: expected a mmkv.*ranking.kept"),
+    ],
+    ids=["layers", "merge"],
+)
+def test_wrong_results_of_a_custom_part_raise(models, part, message):
+    policy = mmkv.get_policy("snapkv", window=6, **part)
+    with pytest.raises(ValueError, match=message):
+        prefilled(models("llama"), make_inputs("llama", (60, 50)), policy, 0.4)
 
 
 class ThreeEach(Heads):
