@@ -86,7 +86,8 @@ def test_visible_and_hidden_questions_are_sections_of_their_own(folder):
 def test_rouge_stands_beside_the_divergence_where_replies_were_generated(tmp_path):
     def measured(policy: str, budget: float, nats: float, rouge: float) -> dict[str, Any]:
         figures = {"divergence_sum": nats, "next_sum": 3, "next_tokens": 4, "rouge": rouge}
-        return row(policy, budget, 0, held_bytes=1024, divergences=[nats], **figures)
+        figures |= {"held_bytes": 1024, "full_bytes": 1024}
+        return row(policy, budget, 0, divergences=[nats], **figures)
 
     rows = [measured("full", 1.0, 0.0, 1.0), measured("h2o", 0.1, 2.0, 0.25)]
     write_run(tmp_path / "run", rows, **SETTINGS)
