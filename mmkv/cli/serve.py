@@ -13,7 +13,7 @@ import typer
 from mmkv import budgets
 from mmkv.loading.names import SMOLLM2, SMOLLM2_VISION, file_of
 from mmkv.memory import Memory
-from mmkv.options import PairsOption, PolicyName, checked
+from mmkv.options import PairsOption, PluginOption, PolicyName, checked
 from mmkv.terminal import show_errors, tell
 
 # All options of vLLM's that follow are passed on.
@@ -47,6 +47,7 @@ def serve(
         ),
     ] = None,
     option: PairsOption = None,
+    plugin: PluginOption = None,
 ) -> None:
     """Serve a model by vLLM with compressed caches. All other options are those of vllm serve."""
     if find_spec("vllm") is None:
@@ -64,6 +65,8 @@ def serve(
         given["memory"] = memory
     if budget is not None or memory is None:
         given["budget"] = budgets.DEFAULT if budget is None else budgets.parse(budget)
+    if plugin:
+        given["plugins"] = list(map(str, plugin))  # each of vLLM's processes loads them
     chosen, _ = options.parsed(given)
     path = models.find(model).path
     if isinstance(chosen.heads, RetrievalHeads) and not probes.path_of(path).is_file():

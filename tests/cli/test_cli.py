@@ -598,10 +598,20 @@ class TestPlugins:
         taking = set()
         for name, command in typer.main.get_command(commands.app).commands.items():
             options = {option for param in command.params for option in param.opts}
-            if options & {"--policy", "--policies"} and name != "serve":  # its processes are vLLM's
+            if options & {"--policy", "--policies"}:
                 taking.add(name)
                 assert "--plugin" in options, name
-        assert taking >= {"bench", "calibrate", "chat", "check", "eval", "plan", "plot"}
+        assert taking >= {"bench", "calibrate", "chat", "check", "eval", "plan", "plot", "serve"}
+
+    def test_serve_hands_plugin_files_on_to_vllm(self, capsys, monkeypatch, tmp_path):
+        (tmp_path / "file.py").write_text(MINE)
+        given: list[str] = []
+        monkeypatch.setattr("mmkv.cli.serve.find_spec", lambda name: object())
+        monkeypatch.setattr("os.execv", lambda path, words: given.extend(words))
+        words = ("--policy", "mine", "--plugin", tmp_path / "file.py")
+        assert run(capsys, "serve", "some/model", *words) == ("", "", 0)
+        config = json.loads(given[given.index("--additional-config") + 1])["mmkv"]
+        assert config == {"policy": "mine", "budget": 0.2, "plugins": [str(tmp_path / "file.py")]}
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("load")
