@@ -31,6 +31,7 @@ _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _TEXTS = (".txt", ".md")
 # Characters of the question's ends that are printed if it is longer than both.
 _SHOWN = 200
+_OUT = Path("out")
 
 
 @show_errors
@@ -65,9 +66,12 @@ def chat(
         typer.Option(min=-(2**63), max=2**64 - 1, help="Seed of a temperature above 0."),
     ] = 0,
     out: Annotated[
-        Path,
-        typer.Option(help="Folder for the figures, or a file for a single one (.png, .jpg, ...)."),
-    ] = Path("out"),
+        Path | None,
+        typer.Option(
+            help="Folder for the figures, or a file for a single one (.png, .jpg, ...). "
+            "[default: out]",
+        ),
+    ] = None,
     context: Annotated[
         Path | None,
         typer.Option(
@@ -93,11 +97,15 @@ def chat(
         text = "\n\n".join(map(_read_text, texts))
         if context is not None:
             _check_context(context, [*map(str, image or []), *files])
-        if paths:
-            _check_out(out, len(paths))
-    elif context is not None or as_json or layers:
-        name = "--context" if context is not None else "--json" if as_json else "--layers"
-        raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
+            if out is not None:
+                raise ValueError(f"--out {out}: with --context no figures are drawn: leave it out")
+        elif paths:
+            _check_out(out or _OUT, len(paths))
+    else:
+        given = {"--context": context, "--out": out, "--json": as_json, "--layers": layers}
+        for name, value in given.items():
+            if value:
+                raise ValueError(f'{name} needs a question: mmkv chat [PICTURE]... "QUESTION"')
     pictures = [read_named_picture(path) for path in paths]
 
     # These import torch.
@@ -134,7 +142,7 @@ def chat(
         data, lines = _ask_context(context, loaded, question, pictures, text, settings)
     else:
         prompt = f"{text}\n\n{question}" if text else question
-        data, lines = _ask_both(loaded, prompt, pictures, paths, out, settings)
+        data, lines = _ask_both(loaded, prompt, pictures, paths, out or _OUT, settings)
     lines = [x for x in lines if layers or not isinstance(x[0], CacheReport)]
     if as_json:
         typer.echo(json.dumps(data, indent=2))

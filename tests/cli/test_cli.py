@@ -342,6 +342,8 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
         (("blank.txt", "x"), "blank.txt is empty"),
         (("--json",), "--json needs a question"),
         (("--layers",), "--layers needs a question"),
+        (("--out", "one.png"), "--out needs a question"),
+        (("--context", "c", "whole.png", "x", "--out", "one.png"), "no figures are drawn"),
         (("--profile", "p.json"), "profile p.json: No such file"),
     ],
     *(("none.png", "x"), ("whole.png", "x", "--out", "kept.xyz"), ("--json",)),
