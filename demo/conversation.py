@@ -7,7 +7,6 @@ queue. A user's mistakes raise `ValueError`s of one line.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from PIL import Image
 from mmkv import chat
 from mmkv.budgets import DEFAULT, named, number
 from mmkv.cache import codes
+from mmkv.calls import twin
 from mmkv.loading import untrusted
 from mmkv.memory import Memory
 from mmkv.planning import comparing
@@ -201,10 +201,8 @@ class Conversation:
         if last_sides[0] is not None and wrap_args == self._wrapped:
             model = last_sides[0].model
         else:
-            # A copy of modules and state that shares the weights.
-            weights = {id(x): x for x in (*loaded.model.parameters(), *loaded.model.buffers())}
             with comparing():
-                model = wrap(copy.deepcopy(loaded.model, weights), policy, budget, **options)
+                model = wrap(twin(loaded.model), policy, budget, **options)
             if self._timed:
                 warm(loaded, model)
         compressed = Answer(loaded, model, last_sides[0], question, pictures, settings)

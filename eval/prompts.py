@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmkv.chat import Loaded, adds_special, max_positions, on_device, split_inputs
-from mmkv.context_texts import left_padded
+from mmkv.chat import Loaded, max_positions, on_device, split_inputs
+from mmkv.context_texts import adds_special, left_padded
 
 from .samples import Sample, read_image
 

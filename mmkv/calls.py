@@ -1,11 +1,12 @@
-"""Find a model inside its containers, and the name of its argument for the cache.
+"""Find a model inside its containers, copy it, and name its argument for the cache.
 
-Both depend on other libraries alone. This file imports no other file of mmkv, as it is also loaded
+All depend on other libraries alone. This file imports no other file of mmkv, as it is also loaded
 by itself, with older releases of transformers.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Iterator, Mapping
@@ -52,6 +53,11 @@ def _inside(model: nn.Module) -> Any:
         return None
     inner = getattr(model, attribute)
     return inner if isinstance(inner, nn.Module) else inner()
+
+
+def twin(model: Any) -> Any:
+    """Return a copy of the model that shares its weights, and can be wrapped independently."""
+    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
 def check_container(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmkv import adapters, budgets, memory
+from mmkv.context_texts import adds_special
 from mmkv.loading import models
 from mmkv.loading.names import DEFAULT_MODEL, DTYPES
 from mmkv.names import split_pair
@@ -206,12 +207,6 @@ def on_device(model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def max_positions(model: Any) -> int | None:
     """Return how many positions the model's text config allows; None if it does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def adds_special(tokenizer: Any, text: str) -> bool:
-    """Return whether the tokenizer adds special tokens: not if the template wrote them."""
-    bos = tokenizer.bos_token
-    return bos is None or not text.startswith(bos)
 
 
 def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:

@@ -165,12 +165,17 @@ def _content(processor: Any, parts: list[Any]) -> Any:
 def _tokens(
     processor: Any, text: str, pictures: Sequence[Any] = (), *, begins: bool = True
 ) -> Mapping[str, Any]:
-    bos = getattr(processor, "tokenizer", processor).bos_token
-    special = begins and (bos is None or not text.startswith(bos))  # a template writes its own
+    special = begins and adds_special(getattr(processor, "tokenizer", processor), text)
     options: dict[str, Any] = {"add_special_tokens": special, "return_tensors": "pt"}
     if pictures:
         options["images"] = list(pictures)
     return processor(text=text, **options)
+
+
+def adds_special(tokenizer: Any, text: str) -> bool:
+    """Return whether the tokenizer adds special tokens: not if the template wrote them."""
+    bos = tokenizer.bos_token
+    return bos is None or not text.startswith(bos)
 
 
 def left_padded(rows: Sequence[Mapping[str, Any]], pad_id: int = 0) -> Mapping[str, Any]:

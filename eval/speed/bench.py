@@ -24,6 +24,7 @@ import psutil
 import torch
 
 import mmkv
+from mmkv import calls
 from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import named
 from mmkv.cache.compressed import CompressedCache
@@ -184,7 +185,7 @@ class Bench:
         if self.worker is not None and row.press is not None:
             options = {"press": row.press, "batch": setting.batch, "prompt": setting.prompt}
             return self.worker.reply(row.label, **options)
-        model = models.twin(self.model)
+        model = calls.twin(self.model)
         ids = models.make_prompt(model, setting.batch, setting.prompt)
         if row.policy:
             attached = attachment_of(mmkv.wrap(model, row.policy, row.budget, **row.options))

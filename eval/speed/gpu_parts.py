@@ -252,12 +252,13 @@ def _reply(
     import torch
 
     import mmkv
+    from mmkv import calls
     from mmkv.attach.attachment import attachment_of
     from mmkv.cache.compressed import CompressedCache
     from mmkv.eval.speed import models
 
     warm, n = (2, 3) if bench.tiny else (WARM, STEPS)
-    twin, cache = models.twin(model), None
+    twin, cache = calls.twin(model), None
     if policy is not None:
         attachment = attachment_of(
             mmkv.wrap(twin, policy, None if policy == "full" else 0.2, **options)
@@ -289,6 +290,7 @@ def prefill(bench: Bench) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     import mmkv
+    from mmkv import calls
     from mmkv.eval.speed import models
 
     model = models.make(TINY if bench.tiny else models.SHAPES[PREFILL_MODEL], bench.device)
@@ -298,7 +300,7 @@ def prefill(bench: Bench) -> None:
             if time.monotonic() > bench.stop:
                 bench.put("prefill", N=tokens, row=label or "unwrapped", note="no time was left")
                 return
-            twin = models.twin(model)
+            twin = calls.twin(model)
             heads = {"profile": profile_like_a_real_model(model)} if label == "condense" else {}
             if label:
                 mmkv.wrap(twin, label, 0.2, **heads)

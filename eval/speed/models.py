@@ -18,7 +18,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from mmkv.calls import CACHE, cache_in
+from mmkv.calls import CACHE, cache_in, twin
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -64,11 +64,6 @@ def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
                 weight.normal_(0, (2 / text.hidden_size) ** 0.5)
             query.unflatten(0, (len(factors), -1)).mul_(factors[:, None, None])
     return model.eval()
-
-
-def twin(model: Any) -> Any:
-    """Return a copy of the model that shares its weights, and can be wrapped independently."""
-    return copy.deepcopy(model, {id(x): x for x in (*model.parameters(), *model.buffers())})
 
 
 def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:

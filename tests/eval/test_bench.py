@@ -17,6 +17,7 @@ import mmkv
 from helpers.commands import complaint, run
 from helpers.marks import cases
 from helpers.memory import Outputs
+from mmkv import calls
 from mmkv.eval.speed import bench, models, plan, rival
 from mmkv.memory import Memory
 
@@ -251,7 +252,7 @@ def test_step_allocates_and_copies_constant_memory(model, policy):
     """While a plain cache copies itself."""
     taken, held = [], []
     for prompt in (96, 192):
-        one = models.twin(model)
+        one = calls.twin(model)
         if policy != "none":
             mmkv.wrap(one, policy, 0.6)
         reply = models.reply(one, models.make_prompt(one, 1, prompt))
