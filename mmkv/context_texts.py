@@ -27,7 +27,8 @@ class Opened:
 
     roles: tuple[str, ...] = ()  # of the messages, the last one the user's; () if no chat
     pictures: tuple[int, ...] = ()  # in each message: templates may count them
-    lead: str = ""  # white space before the next text, tokenized together with it
+    # Behind a text: white space before the next one, tokenized together with it.
+    lead: str = ""
 
 
 def encode(
@@ -85,31 +86,55 @@ def _chat(
         )
     text, pictures, opened = _rendered(processor, earlier, messages, ends=ends)
     if earlier is not None:
-        text = text.partition(_START)[2]
-    if not ends:
-        text = text.rpartition(_END)[0]
+        text = _new_text(processor, earlier, messages, text, ends=ends)
     cut = text if ends else text.rstrip()
+    inputs = _tokens(processor, cut, pictures, begins=earlier is None)
+    return inputs, replace(opened, lead=text[len(cut) :] if opened.lead else "")
+
+
+def _new_text(
+    processor: Any,
+    earlier: Opened,
+    messages: Sequence[Mapping[str, Any]],
+    marked: str,
+    *,
+    ends: bool,
+) -> str:
+    """Return the part of the template's text that is new, from the blanks before it on.
+
+    Behind a text that is what follows the mark in `marked`. Behind a picture or a message's head
+    the template may write other blanks before a text than before a picture, so it is what a whole
+    text without the mark has more than the earlier messages alone.
+    """
+    if not earlier.lead:
+        whole = _rendered(processor, earlier, messages, ends=ends, starts=False)[0]
+        before = _rendered(processor, earlier, (), ends=False, starts=False)[0].rstrip()
+        if whole.startswith(before):
+            return whole.removeprefix(before)
     content = messages[0]["content"] or [{}]
     continues = isinstance(content, str) or "text" in content[0]
-    lead = earlier.lead if earlier else ""
-    if messages[0]["role"] != "user":  # keep the text's blanks, not a template's after a picture
-        lead = lead.removesuffix(_BETWEEN) if lead.endswith(_BETWEEN) else ""
-    elif not continues:
-        lead = ""
-    inputs = _tokens(processor, lead + cut, pictures, begins=earlier is None)
-    return inputs, replace(opened, lead=text[len(cut) :])
+    lead = earlier.lead
+    if messages[0]["role"] != "user" or not continues:  # the text's own blanks stay
+        lead = lead.removesuffix(_BETWEEN)
+    return lead + marked.partition(_START)[2]
 
 
 def _rendered(
-    processor: Any, earlier: Opened | None, new: Sequence[Mapping[str, Any]], *, ends: bool
+    processor: Any,
+    earlier: Opened | None,
+    new: Sequence[Mapping[str, Any]],
+    *,
+    ends: bool,
+    starts: bool = True,
 ) -> tuple[str, list[Any], Opened]:
-    """Return the template's text with marks, the new pictures, and the state of the whole chat.
+    """Return the template's text, the new pictures, and the state of the whole chat.
 
-    Earlier messages are rendered without their content, which is not stored.
+    Earlier messages are rendered without their content, which is not stored; with `starts` a mark
+    stands behind them. Unless it `ends`, the text is cut where the user's last message may go on.
     """
     roles = zip(earlier.roles, earlier.pictures, strict=True) if earlier else ()
     turns: list[tuple[str, list[Any]]] = [(role, [{"type": "image"}] * n) for role, n in roles]
-    if turns:
+    if turns and starts:
         turns[-1][1].append(_text(_START))
     for i, message in enumerate(new):
         role, content = message.get("role"), message.get("content")
@@ -128,12 +153,14 @@ def _rendered(
             turns[-1][1].extend(parts)
         else:
             turns.append((role, list(parts)))
+    between = ""
     if not ends:
         if turns[-1][0] != "user":
             turns.append(("user", []))
         parts = turns[-1][1]
-        has_text = parts and parts[-1]["type"] == "text" and parts[-1]["text"] not in ("", _START)
-        parts.append(_text((_BETWEEN if has_text else "") + _END))
+        if parts and parts[-1]["type"] == "text" and parts[-1]["text"] not in ("", _START):
+            between = _BETWEEN
+        parts.append(_text(between + _END))
     pictures = [x["image"] for _, parts in turns for x in parts if "image" in x]
     counts = [sum(x["type"] == "image" for x in parts) for _, parts in turns]
     messages = [{"role": role, "content": _content(processor, parts)} for role, parts in turns]
@@ -141,10 +168,12 @@ def _rendered(
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates raise errors of any type
         raise ValueError(f"the chat template refuses the messages: {error}") from None
-    for mark in (*([_START] if earlier else []), *([] if ends else [_END])):
+    for mark in (*([_START] if earlier and starts else []), *([] if ends else [_END])):
         if mark not in text:
             raise ValueError("the chat template leaves out a text: give ids instead")
-    return text, pictures, Opened(tuple(role for role, _ in turns), tuple(counts))
+    if not ends:
+        text = text.rpartition(_END)[0]
+    return text, pictures, Opened(tuple(role for role, _ in turns), tuple(counts), between)
 
 
 def _content(processor: Any, parts: list[Any]) -> Any:

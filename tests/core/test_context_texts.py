@@ -1,6 +1,7 @@
 """A context of texts and chat messages is the conversation that its template writes."""
 
 import copy
+import dataclasses
 import functools
 
 import pytest
@@ -71,6 +72,49 @@ def test_pictures_are_asked_about_in_words():
         said = {"role": "assistant", "content": [text("Two.")]}
         context.append([said])
         assert seen(context, ASKED) == ids_of(processor, [user(one, two), said, user(ASKED)])
+
+
+# What a template writes behind a message's head, and behind a picture, may depend on what follows.
+TEMPLATES = {
+    "built-in": None,
+    "nothing around pictures": (
+        "{% for m in messages %}{{ m.role }}:\n{% for c in m.content %}"
+        "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}\n"
+        "{% endfor %}{% if add_generation_prompt %}assistant:\n{% endif %}"
+    ),
+    "a blank before a text": (
+        "{% for m in messages %}{{ m.role }}:"
+        "{% if not m.content or m.content[0].type != 'image' %} {% endif %}"
+        "{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}"
+        "{% endif %}{% endfor %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    ),
+    "a line behind each picture": (
+        "{% for m in messages %}{{ m.role }}: {% for c in m.content %}"
+        "{% if c.type == 'image' %}<image>\n{% else %}{{ c.text }} {% endif %}{% endfor %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_pictures_may_begin_and_end_what_is_read(template):
+    loaded = copy.copy(picture_chat())
+    if TEMPLATES[template]:
+        processor = copy.copy(loaded.processor)
+        processor.chat_template = TEMPLATES[template]
+        loaded = dataclasses.replace(loaded, processor=processor)
+    one, two = picture(0), picture(1)
+    said = {"role": "assistant", "content": [text("Yes.")]}
+    with mmkv.wrapped(loaded.model, budget=1.0):
+        for first, then, whole in (
+            ([user(one, "A?"), said], [user(two, "B?")], [user(one, "A?"), said, user(two, "B?")]),
+            ([user(one)], [said, user("B?")], [user(one), said, user("B?")]),
+            ([user(one)], [user(two, "B?")], [user(one, two, "B?")]),
+            ([user("A.")], [user(two, "B?")], [user("A.", two, "B?")]),
+        ):
+            context = mmkv.read(loaded.model, first, processor=loaded.processor)
+            expected = chat.encode_messages(loaded, whole)["input_ids"][0].tolist()
+            assert seen(context, then) == expected
 
 
 @cases("system", [True, False], True)
