@@ -55,6 +55,11 @@ def serve(
             "mmkv serve runs vLLM: install mmkv into an environment that has vllm==0.32.*; "
             "docs/serving.md says how, on a CPU too"
         )
+    if any(x.replace("_", "-").startswith("--additional-config") for x in context.args):
+        raise ValueError(
+            "mmkv serve gives vLLM an --additional-config of its own: leave yours out, or write "
+            "both into one for `vllm serve`, as docs/serving.md shows"
+        )
     from mmkv import chat
     from mmkv.loading import models
     from mmkv.sizes.profiled import RetrievalHeads

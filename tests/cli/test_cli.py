@@ -422,6 +422,8 @@ def test_serve_measures_unmeasured_heads(monkeypatch):
         (("--budget", 200), "a share of the prompt"),
         (("--budget", 0.2, "--memory", "8x"), "give one of 'budget'"),
         (("--policy", "kvzip"), "reads a prompt twice"),
+        (("--additional-config", "{}"), "leave yours out"),
+        (("--additional_config.other=1",), "leave yours out"),
         (("--policy", "snapkv", "--option", "windw=3"), "Did you mean 'window'?"),
     ],
 )
