@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Integral, Real
+from types import UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -22,6 +23,7 @@ from typing import (
     ClassVar,
     Literal,
     TypeVar,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -284,13 +286,14 @@ def register_part(name: str) -> Callable[[P], P]:
 
     Raises:
         ValueError: the name is taken by another class.
-        TypeError: the class inherits from none of the kinds, or has a window that is no field.
+        TypeError: the class inherits from none of the kinds, or an option of it is no field.
     """
 
     def register(cls: P) -> P:
         if not (isinstance(cls, type) and issubclass(cls, tuple(BASES.values()))):
             kinds = ", ".join(base.__name__ for base in BASES.values())
             raise TypeError(f"register_part({name!r}): {cls!r} inherits from none of {kinds}")
+        check_fields(cls)
         if getattr(cls, "window", 0) and "window" not in {f.name for f in dataclasses.fields(cls)}:
             raise TypeError(
                 f"register_part({name!r}): {cls.__name__}.window is no field, which a short row's "
@@ -304,6 +307,27 @@ def register_part(name: str) -> Callable[[P], P]:
         return cls
 
     return register
+
+
+def check_fields(cls: type[Any]) -> None:
+    """Check that the options that a part's or policy's class sets are fields of its dataclass.
+
+    Raises:
+        TypeError: one is none, so that its value would count nothing.
+    """
+    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
+    lost = [x for x, default in defaults.items() if getattr(cls, x, default) is not default]
+    if "__dataclass_fields__" not in vars(cls):
+        inherited = {x for base in cls.__mro__[1:] for x in vars(base)}
+        annotations = {x: str(hint) for x, hint in vars(cls).get("__annotations__", {}).items()}
+        lost += [
+            x for x, hint in annotations.items() if x not in inherited and "ClassVar" not in hint
+        ]
+    if lost:
+        raise TypeError(
+            f"{cls.__name__}.{lost[0]} is no field, so its value would count nothing: decorate the "
+            f"class with @dataclass(frozen=True, kw_only=True) and write `{lost[0]}: TYPE = ...`"
+        )
 
 
 @register_part("instruction")
@@ -388,16 +412,19 @@ def literals(hint: Any) -> list[Any]:
 
 
 def _other_type(value: Any, hint: Any) -> str:
-    """Return what a field expects, if the value is of another type; "" if it fits."""
-    hints = get_args(hint) or (hint,)
-    if value is None and type(None) in hints:
+    """Return what a field expects, if the value is of another type; "" if it fits.
+
+    Containers, and all other types than these, are not checked.
+    """
+    expected = {
+        type(None): (value is None, ""),
+        bool: (isinstance(value, bool), "True or False"),
+        int: (isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
+        float: (isinstance(value, Real) and not isinstance(value, bool), "a number"),
+        str: (isinstance(value, str), "a text"),
+    }
+    is_choice = get_origin(hint) in (Union, UnionType, ClassVar)
+    choices = [expected.get(x, (True, "")) for x in (get_args(hint) if is_choice else (hint,))]
+    if any(fits for fits, _ in choices):
         return ""
-    for kind, fits, expected in (
-        (bool, isinstance(value, bool), "True or False"),
-        (int, isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
-        (float, isinstance(value, Real) and not isinstance(value, bool), "a number"),
-        (str, isinstance(value, str), "a text"),
-    ):
-        if kind in hints:
-            return "" if fits else expected
-    return ""
+    return " or ".join(text for _, text in choices if text)

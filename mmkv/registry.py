@@ -23,7 +23,16 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from mmkv import names
 from mmkv.digest import of_file
-from mmkv.parts import KINDS, OPTIONAL, Part, discover, path_of, register_part, registered
+from mmkv.parts import (
+    KINDS,
+    OPTIONAL,
+    Part,
+    check_fields,
+    discover,
+    path_of,
+    register_part,
+    registered,
+)
 from mmkv.policy import Policy
 
 log = logging.getLogger(__name__)
@@ -44,12 +53,13 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
 
     Raises:
         ValueError: the name or an alias is taken by another class.
-        TypeError: the class is not a `Policy`.
+        TypeError: the class is not a `Policy`, or an option of it is no field.
     """
 
     def register(cls: P) -> P:
         if not (isinstance(cls, type) and issubclass(cls, Policy)):
             raise TypeError(f"register_policy({name!r}): {cls!r} is not a subclass of mmkv.Policy")
+        check_fields(cls)
         if not _is_builtin(cls):
             discover()  # first, so that built-in names are taken
         for key in (name, *aliases):

@@ -300,7 +300,14 @@ class TokenMasks:
         length = order[:, -1:]
         protected = valid & (order <= policy.sinks)
         if policy.protect is not None:
-            protected = protected | policy.protect.marks(valid, is_prompt, image)
+            marks = policy.protect.marks(valid, is_prompt, image)
+            if not isinstance(marks, Tensor) or (marks.dtype, marks.shape) != (
+                torch.bool,
+                valid.shape,
+            ):
+                name = f"{type(policy.protect).__name__}.marks"
+                raise ValueError(f"{name}: expected a bool tensor of shape {tuple(valid.shape)}")
+            protected = protected | (valid & marks)
         pinned = protected | (valid & (order > length - window))
         before_first = (order == 0).sum(-1)
         counts = length[:, 0], pinned.sum(-1), protected.sum(-1), before_first

@@ -10,7 +10,7 @@ import mmkv
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, prefilled
-from mmkv.parts import KINDS, Heads, Layers, Merge, Protect, register_part
+from mmkv.parts import KINDS, Heads, Layers, Merge, Protect, Score, register_part
 from mmkv.policy import Policy
 from mmkv.registry import list_parts, option_types
 from mmkv.scores.accumulated import AccumulatedAttention
@@ -104,6 +104,61 @@ def test_wrong_attributes_of_a_custom_part_raise(attributes, message):
     part = type("Mine", (Layers,), attributes)
     with pytest.raises(ValueError, match=message):
         part()
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: type("Mine", (Policy,), {"sinks": 8, "__annotations__": {"sinks": int}}), "sinks"),
+        (
+            lambda: dataclass(frozen=True, kw_only=True)(type("Mine", (Policy,), {"sinks": 8})),
+            "sinks",
+        ),
+        (lambda: type("Mine", (WindowAttention,), {"pooling": "avg"}), "pooling"),
+        (lambda: type("Mine", (Score,), {"power": 1, "__annotations__": {"power": int}}), "power"),
+    ],
+    ids=["policy", "annotation", "part", "new option"],
+)
+def test_options_that_are_no_fields_are_refused(registering, make, name):
+    """They would silently have the base class's value."""
+    cls = make()
+    register = mmkv.register_policy if issubclass(cls, Policy) else register_part
+    with pytest.raises(TypeError, match=rf"Mine\.{name} is no field, .*: decorate the class with"):
+        register("mine")(cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Several(Score):
+    """Options of types that are not checked, or of several."""
+
+    weights: tuple[float, ...] = (1.0,)
+    names: float | str = "a"
+
+
+def test_options_of_other_types_are_not_refused():
+    assert Several(weights=(1.0, 2.0), names=0.5).options()["weights"] == (1.0, 2.0)
+    with pytest.raises(ValueError, match=r"names=\(1,\): expected a number or a text"):
+        Several(names=(1,))
+
+
+class FirstColumns(Protect):
+    def marks(self, valid, is_prompt, image):
+        return (torch.arange(valid.shape[1]) < 50).expand_as(valid)
+
+
+class Numbers(Protect):
+    def marks(self, valid, is_prompt, image):
+        return valid.int()
+
+
+def test_marked_padding_does_not_count(models):
+    inputs = make_inputs("llama", (60, 20))
+    policy = mmkv.get_policy("snapkv", window=4, protect=FirstColumns())
+    cache = prefilled(models("llama"), inputs, policy, 0.9)
+    assert [sum(x.kept[1]) / len(x.kept[1]) for x in cache.report().layers] == [18] * 3
+    policy = mmkv.get_policy("snapkv", window=4, protect=Numbers())
+    with pytest.raises(ValueError, match=r"Numbers\.marks: expected a bool tensor .* \(2, 60\)"):
+        prefilled(models("llama"), inputs, policy, 0.9)
 
 
 class OneRow(Layers):
