@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mmkv import adapters, visual_heads
+from mmkv.budgets import number
 from mmkv.calls import cache_in
 from mmkv.forcing import checked_inputs
 from mmkv.planning import comparing
@@ -24,7 +25,7 @@ def calibrate(
     model: Any,
     samples: Iterable[Mapping[str, Any]],
     policy: str = "prefixkv",
-    budget: float = 0.5,
+    budget: float | str = 0.5,
     **policy_options: Any,
 ) -> Profile:
     """Measure a profile over samples.
@@ -37,7 +38,7 @@ def calibrate(
         samples: inputs for `model(**sample)`, such as a processor returns; each row of a batch
             counts as a sample.
         policy: one whose layer sizes depend on the prompt: prefixkv, xkv, squeeze; or sparsemm.
-        budget: a fraction in (0, 1); measurements of heads do not depend on it.
+        budget: a fraction in (0, 1), or as text "50%"; measurements of heads do not depend on it.
         policy_options: override the policy's defaults, of which `least` is 0 here.
 
     Returns:
@@ -59,7 +60,9 @@ def calibrate(
         scores, n = visual_heads.measure(model, _checked(samples), chosen)
         return Profile(visual=scores, samples=n, policy=chosen.name, model=shape)
     rows: list[list[float]] = []
-    target = None if chosen.layers.retention is not None else budget
+    target = None if chosen.layers.retention is not None else number(budget)
+    if isinstance(target, int):
+        raise ValueError(f"budget={budget!r}: a profile keeps a fraction, such as 0.5 or '50%'")
     with wrapped(model, chosen, target), torch.no_grad():
         for sample in _checked(samples):
             cache = cache_in(model(**sample, use_cache=True))

@@ -296,6 +296,7 @@ def _read(model: Any, arguments: dict[str, Any], chunk: int | None) -> Compresse
         do_sample=False,
         num_beams=1,
         num_return_sequences=1,
+        stop_strings=None,  # of the generation config; they need a tokenizer
         prefill_chunk_size=chunk,
         use_cache=True,
         return_dict_in_generate=True,

@@ -765,6 +765,13 @@ def test_a_question_is_asked_with_beams(models, rows, monkeypatch):
         assert drawn.shape == (3 * len(rows), NEW)
 
 
+def test_a_model_with_stop_strings_reads_without_a_tokenizer(models, monkeypatch):
+    model, inputs = models("llama"), make_inputs("llama", (40,))
+    monkeypatch.setattr(model.generation_config, "stop_strings", ["end"])
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        assert mmkv.read(model, inputs).cache.get_seq_length() == 40
+
+
 def test_a_model_told_to_use_no_cache_is_asked_with_one(models, monkeypatch):
     model, inputs = models("llama"), make_inputs("llama", (40,))
     with mmkv.wrapped(model, "condense", 0.4, least=0):

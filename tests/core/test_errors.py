@@ -51,6 +51,13 @@ class TestProfiles:
         assert together.fractions == pytest.approx(mean)
         assert together.budget == pytest.approx(0.4, abs=0.01)
 
+    def test_budgets_are_fractions_also_as_text(self, text_model):
+        sample = make_inputs("llama", (60,))
+        found = mmkv.calibrate(text_model, [sample], "prefixkv", "40%")
+        assert found == mmkv.calibrate(text_model, [sample], "prefixkv", 0.4)
+        with pytest.raises(ValueError, match="budget=40: a profile keeps a fraction"):
+            mmkv.calibrate(text_model, [sample], "prefixkv", 40)
+
     def test_the_authors_files_are_read(self, text_model, tmp_path):
         """A JSON list of the fraction removed per layer."""
         (tmp_path / "p.json").write_text("[0.5, 0.9, 0.7]")
