@@ -7,6 +7,7 @@ code 2. Ctrl-C keeps every finished row and exits with code 130.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -142,7 +143,7 @@ def eval_command(
     if processes.is_main_process:
         report = Report(folder)
         console().print(report.main_table(), "")
-        typer.echo(f"mmkv report {folder}  for all tables")
+        typer.echo(f"mmkv report {shlex.quote(str(folder))}  for all tables")
         if not report.measured:
             say(f"nothing could be measured: {report.errors()[0]}")
             raise typer.Exit(1)
@@ -223,7 +224,7 @@ def check_command(
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
         console().print(report)
-        typer.echo(f"mmkv report {out}  for tables by bytes")
+        typer.echo(f"mmkv report {shlex.quote(str(out))}  for tables by bytes")
 
 
 def _stopped(folder: Path) -> NoReturn:

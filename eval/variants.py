@@ -164,10 +164,11 @@ def _typed(policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def plugin_arguments(
     policy: str, budget: float | int | str | None, profile: str | None, kwargs: dict[str, Any]
 ) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
-    """Return the budget, the policy's options with "kv_dtype" and least=0, and other arguments.
+    """Return the budget, options of `mmkv.wrap` and the policy's with least=0, other arguments.
 
-    "plugin" names a file with policies or parts of the user, which is loaded first. Raises
-    ValueError for an unknown policy, option or budget, or a file that registers nothing.
+    Without a budget or "memory", a share of bytes, it is a half of the tokens. "plugin" names a
+    file with policies or parts of the user, which is loaded first. Raises ValueError for an unknown
+    policy, option or size, for both sizes, or a file that registers nothing.
     """
     if plugin := kwargs.get("plugin"):
         load_plugin(plugin)
@@ -175,9 +176,14 @@ def plugin_arguments(
     given_options = _typed(policy, {k: v for k, v in kwargs.items() if k in names})
     policy_options = exact_share(policy) | given_options
     chosen = get_policy(policy, **{k: v for k, v in policy_options.items() if k != KV_DTYPE})
-    size = None
-    if chosen.layers.retention is None and profile is None and budget is not None:
-        size = number(budget)
+    size, memory = None, kwargs.get("memory")
+    if memory is not None:
+        if budget is not None:
+            raise ValueError(f"memory={memory} stands in place of budget={budget}: give one")
+        policy_options["memory"] = Memory.of(memory)
+    elif chosen.layers.retention is None and profile is None:
+        size = number(0.5 if budget is None else budget)
         if warning := note(size):
             logger.warning(warning)
-    return size, policy_options, {k: v for k, v in kwargs.items() if k not in names | {"plugin"}}
+    names |= {"memory", "plugin"}
+    return size, policy_options, {k: v for k, v in kwargs.items() if k not in names}

@@ -35,17 +35,18 @@ class MMKV(_Base):
 
     Args:
         pretrained: the name of a model that reads text only, as for `mmkv.chat.load`, or a model.
-        policy, budget, profile: as for `mmkv.wrap`, which may raise ValueError.
+        policy, budget, profile: as for `mmkv.wrap`, which may raise ValueError; half of the tokens
+            by default.
         batch_size: a number; "auto" is not supported.
-        kwargs: the policy's options, what lm_eval's `hf` takes, and `plugin`: a Python file with
-            policies or parts of your own.
+        kwargs: `memory`, the policy's options, what lm_eval's `hf` takes, and `plugin`: a Python
+            file with policies or parts of your own.
     """
 
     def __init__(
         self,
         pretrained: Any,
         policy: str = "prefixkv",
-        budget: float | int | None = 0.5,
+        budget: float | int | None = None,
         profile: str | None = None,
         batch_size: int | str = 1,
         **kwargs: Any,

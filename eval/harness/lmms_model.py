@@ -27,9 +27,10 @@ class MMKV(lmms):
 
     Args:
         pretrained, device, dtype, device_map: as for `mmkv.chat.load`.
-        policy, budget, profile: as for `mmkv.wrap`.
+        policy, budget, profile: as for `mmkv.wrap`; half of the tokens by default.
         batch_size: requests at once.
-        options: the policy's, and `plugin`: a Python file with policies or parts of your own.
+        options: `memory`, the policy's, and `plugin`: a Python file with policies or parts of
+            your own.
     """
 
     is_simple = False
@@ -38,7 +39,7 @@ class MMKV(lmms):
         self,
         pretrained: str = DEFAULT_MODEL,
         policy: str = "prefixkv",
-        budget: float | int | str | None = 0.5,
+        budget: float | int | str | None = None,
         profile: str | None = None,
         batch_size: int | str = 1,
         device: str | None = "auto",

@@ -9,6 +9,7 @@ import pytest
 from helpers.picture_chat import make_picture_chat
 from mmkv.chat import Loaded
 from mmkv.eval.variants import plugin_arguments
+from mmkv.memory import Memory
 
 
 @pytest.fixture
@@ -26,6 +27,11 @@ def test_arguments(caplog):
     assert found == (0.2, {"window": 4}, {"device": "cpu"})
     assert plugin_arguments("prefixkv", 0.5, "p.json", {})[0] is None
     assert plugin_arguments("xkv", "20%", None, {})[0] == 0.2
+    assert plugin_arguments("xkv", None, None, {}) == (0.5, {}, {})
+    found = plugin_arguments("xkv", None, None, {"memory": "1/8", "device": "cpu"})
+    assert found == (None, {"memory": Memory(0.125)}, {"device": "cpu"})
+    with pytest.raises(ValueError, match=r"memory=8x stands in place of budget=0\.2: give one"):
+        plugin_arguments("xkv", "0.2", None, {"memory": "8x"})
     assert not caplog.records
     assert plugin_arguments("xkv", "1", None, {})[0] == 1
     assert "one token" in caplog.text
@@ -57,6 +63,8 @@ def test_lmms_model_accepts_policy_arguments(plugin):
     model = plugin.MMKV(policy="snapkv", budget="0.3", window="6", device="cpu", batch_size="2")
     plan = model.model._mmkv.plan
     assert (plan.policy.name, plan.policy.score.window, plan.budget) == ("snapkv", 6, 0.3)
+    held = plugin.MMKV(policy="condense", memory="4x", device="cpu").model._mmkv.plan
+    assert held.memory.memory == Memory(0.25)
     with pytest.raises(ValueError, match="batch_size='auto': a compressed"):
         plugin.MMKV(batch_size="auto")
     with pytest.raises(ValueError, match="unknown arguments: windw"):
