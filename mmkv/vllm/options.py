@@ -182,6 +182,11 @@ def _check_engine(config: Any) -> None:
     for refused, what, remedy in (
         (config.speculative_config, "speculative decoding", "leave --speculative-config out"),
         (config.kv_transfer_config, "a KV-transfer connector", "leave --kv-transfer-config out"),
+        (
+            getattr(config.kv_events_config, "enable_kv_cache_events", False),
+            "KV cache events, which would tell of prefixes that no request can hit,",
+            "leave --kv-events-config out",
+        ),
         (model.use_mla, "latent attention (MLA)", "serve this model without mmkv"),
         (model.is_encoder_decoder, "cross-attention", "serve this model without mmkv"),
         (model.is_hybrid, "layers of linear attention", "serve this model without mmkv"),

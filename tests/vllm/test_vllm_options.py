@@ -71,6 +71,9 @@ def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path) -> None:
         created(tiny, given | {"budget": 0})
     with pytest.raises(ValueError, match="speculative decoding: leave --speculative-config out"):
         created(tiny, given, speculative_config=speculation)
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    with pytest.raises(ValueError, match=r"KV cache events, .*: leave --kv-events-config out"):
+        created(tiny, given, kv_events_config=events)
     with pytest.raises(ValueError, match="split over processes: use --data-parallel-size"):
         created(tiny, given, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="leave --disable-hybrid-kv-cache-manager out"):
