@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Integral, Real
-from types import UnionType
+from types import MemberDescriptorType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -315,14 +316,15 @@ def check_fields(cls: type[Any]) -> None:
     Raises:
         TypeError: one is none, so that its value would count nothing.
     """
-    defaults = {f.name: f.default for f in dataclasses.fields(cls)}
-    lost = [x for x, default in defaults.items() if getattr(cls, x, default) is not default]
+    lost: list[str] = []
+    for field in dataclasses.fields(cls):
+        value = getattr(cls, field.name, field.default)
+        if value is not field.default and not isinstance(value, MemberDescriptorType):
+            lost.append(field.name)  # not a slot, which stands there with slots=True
     if "__dataclass_fields__" not in vars(cls):
         inherited = {x for base in cls.__mro__[1:] for x in vars(base)}
-        annotations = {x: str(hint) for x, hint in vars(cls).get("__annotations__", {}).items()}
-        lost += [
-            x for x, hint in annotations.items() if x not in inherited and "ClassVar" not in hint
-        ]
+        own = inspect.get_annotations(cls)
+        lost += [x for x in own if x not in inherited and "ClassVar" not in str(own[x])]
     if lost:
         raise TypeError(
             f"{cls.__name__}.{lost[0]} is no field, so its value would count nothing: decorate the "

@@ -301,10 +301,8 @@ class TokenMasks:
         protected = valid & (order <= policy.sinks)
         if policy.protect is not None:
             marks = policy.protect.marks(valid, is_prompt, image)
-            if not isinstance(marks, Tensor) or (marks.dtype, marks.shape) != (
-                torch.bool,
-                valid.shape,
-            ):
+            fits = isinstance(marks, Tensor) and marks.dtype == torch.bool
+            if not fits or marks.shape != valid.shape:
                 name = f"{type(policy.protect).__name__}.marks"
                 raise ValueError(f"{name}: expected a bool tensor of shape {tuple(valid.shape)}")
             protected = protected | (valid & marks)

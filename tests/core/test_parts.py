@@ -135,8 +135,10 @@ class Several(Score):
     names: float | str = "a"
 
 
-def test_options_of_other_types_are_not_refused():
+def test_options_of_other_types_and_in_slots_are_not_refused(registering):
     assert Several(weights=(1.0, 2.0), names=0.5).options()["weights"] == (1.0, 2.0)
+    slots = dataclass(frozen=True, kw_only=True, slots=True)
+    register_part("mine")(slots(type("Mine", (Score,), {"x": 1, "__annotations__": {"x": int}})))
     with pytest.raises(ValueError, match=r"names=\(1,\): expected a number or a text"):
         Several(names=(1,))
 
