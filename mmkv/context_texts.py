@@ -100,11 +100,12 @@ def _new_text(
     *,
     ends: bool,
 ) -> str:
-    """Return the part of the template's text that is new, from the blanks before it on.
+    """Return the template's text of the new messages, with the blanks before it.
 
-    Behind a text that is what follows the mark in `marked`. Behind a picture or a message's head
-    the template may write other blanks before a text than before a picture, so it is what a whole
-    text without the mark has more than the earlier messages alone.
+    `marked` is the text of the whole chat with a mark before the new messages. Behind an earlier
+    text, the new one follows the mark. Behind a picture, or at the start of a message, a template
+    may write other blanks before the mark than before a picture. There the whole chat is rendered
+    without a mark, and the text of the earlier messages is removed from its start.
     """
     if not earlier.lead:
         whole = _rendered(processor, earlier, messages, ends=ends, starts=False)[0]

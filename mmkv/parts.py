@@ -311,23 +311,24 @@ def register_part(name: str) -> Callable[[P], P]:
 
 
 def check_fields(cls: type[Any]) -> None:
-    """Check that the options that a part's or policy's class sets are fields of its dataclass.
+    """Check that every option that the class of a part or policy sets is a dataclass field.
 
     Raises:
-        TypeError: one is none, so that its value would count nothing.
+        TypeError: one is not, so instances would ignore its value.
     """
     lost: list[str] = []
     for field in dataclasses.fields(cls):
         value = getattr(cls, field.name, field.default)
+        # With slots=True the class holds descriptors in place of the defaults.
         if value is not field.default and not isinstance(value, MemberDescriptorType):
-            lost.append(field.name)  # not a slot, which stands there with slots=True
+            lost.append(field.name)
     if "__dataclass_fields__" not in vars(cls):
         inherited = {x for base in cls.__mro__[1:] for x in vars(base)}
         own = inspect.get_annotations(cls)
         lost += [x for x in own if x not in inherited and "ClassVar" not in str(own[x])]
     if lost:
         raise TypeError(
-            f"{cls.__name__}.{lost[0]} is no field, so its value would count nothing: decorate the "
+            f"{cls.__name__}.{lost[0]} is no field, so its value would be ignored: decorate the "
             f"class with @dataclass(frozen=True, kw_only=True) and write `{lost[0]}: TYPE = ...`"
         )
 

@@ -184,7 +184,7 @@ def _check_engine(config: Any) -> None:
         (config.kv_transfer_config, "a KV-transfer connector", "leave --kv-transfer-config out"),
         (
             getattr(config.kv_events_config, "enable_kv_cache_events", False),
-            "KV cache events, which would tell of prefixes that no request can hit,",
+            "KV cache events, which would announce prefixes that no request can hit,",
             "leave --kv-events-config out",
         ),
         (model.use_mla, "latent attention (MLA)", "serve this model without mmkv"),
