@@ -342,7 +342,13 @@ def planned(
         if plan.keeps_everything:
             schedule: SlotSchedule = GrowingSlots(counts=sizes.counts)
         else:
-            schedule = plan.policy.decode.schedule(plan.policy, sizes)
+            decode = plan.policy.decode
+            schedule = decode.schedule(plan.policy, sizes)
+            if not isinstance(schedule, SlotSchedule):
+                raise ValueError(
+                    f"{type(decode).__name__}.schedule returned {type(schedule).__name__}: "
+                    "expected a mmkv.decode.slots.SlotSchedule"
+                )
         if isinstance(schedule, HeavyHitterSlots):
             places = prompt.last_places(int(schedule.recent.max()))
             if places is not None:

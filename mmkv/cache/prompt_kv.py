@@ -187,7 +187,7 @@ class PromptKV:
         apart = present if any(prompt.inner) else None
         if policy.layers.needs == "measure":
             same = [0] * len(layer.key)
-            measured = selection.by_parts(layer, same, apart, lambda _, x: policy.layers.measure(x))
+            measured = selection.by_parts(layer, same, apart, lambda _, x: _measured(policy, x))
             self.measured = measured.unflatten(0, (len(self.keys), -1)).mean(1)
         scores = selection.importance(policy, layer, windows, apart)
         if any(prompt.waits):  # a row without new tokens asks for none
@@ -256,6 +256,16 @@ class PromptKV:
         if rotary is not None and tail.rotary is not None:
             rotary = tail.rotary.followed_by(rotary)
         return replace(new, query=torch.cat([tail.query, new.query], 2), mask=mask, rotary=rotary)
+
+
+def _measured(policy: Policy, layer: LayerInputs) -> Tensor:
+    """Return what the policy's `Layers` part measures of a layer, [B]."""
+    found = policy.layers.measure(layer)
+    B, name = len(layer.key), type(policy.layers).__name__
+    if not isinstance(found, Tensor) or found.shape != (B,):
+        got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"{name}.measure returned {got}: expected a tensor [B] = {(B,)}")
+    return found
 
 
 def token_numbers(positions: Tensor, leaders: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import mmkv
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, prefilled
-from mmkv.parts import KINDS, Heads, Layers, Merge, Protect, Score, register_part
+from mmkv.parts import KINDS, Decode, Heads, Layers, Merge, Protect, Score, register_part
 from mmkv.policy import Policy
 from mmkv.registry import list_parts, option_types
 from mmkv.scores.accumulated import AccumulatedAttention
@@ -168,6 +168,21 @@ class OneRow(Layers):
         return [[8.0] * rows.n_layers]
 
 
+class Scalar(Layers):
+    needs = "measure"
+
+    def measure(self, layer):
+        return layer.key.mean()
+
+    def __call__(self, rows):
+        return [[8.0] * rows.n_layers] * len(rows.totals)
+
+
+class NoSchedule(Decode):
+    def schedule(self, policy, rows):
+        return rows.counts
+
+
 class NoPairs(Merge):
     def __call__(self, prompt_kv, ranking):
         ranking.kept(prompt_kv)
@@ -177,9 +192,11 @@ class NoPairs(Merge):
     ("part", "message"),
     [
         ({"layers": OneRow()}, r"OneRow returned shape \(1, 3\): .* \(2, 3\)"),
+        ({"layers": Scalar()}, r"Scalar\.measure returned \(\): expected a tensor \[B\] = \(2,\)"),
+        ({"decode": NoSchedule()}, r"NoSchedule\.schedule returned ndarray: .*SlotSchedule"),
         ({"merge": NoPairs()}, r"NoPairs returned NoneType: expected a mmkv.*ranking.kept"),
     ],
-    ids=["layers", "merge"],
+    ids=["layers", "measure", "decode", "merge"],
 )
 def test_wrong_results_of_a_custom_part_raise(models, part, message):
     policy = mmkv.get_policy("snapkv", window=6, **part)
