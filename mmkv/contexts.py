@@ -109,7 +109,8 @@ class Context:
 
         Raises:
             ValueError: the context has several rows and the number of questions differs; the model
-                was wrapped again since; or a text or messages without a processor.
+                was wrapped again since; a text or messages without a processor; or several beams or
+                replies for a picture behind pictures with grids (Qwen).
         """
         arguments = self.arguments_for(self._encoded(inputs, processor, ends=True)[0])
         start = arguments["input_ids"].shape[1]
@@ -119,8 +120,14 @@ class Context:
         for name in ("num_beams", "num_return_sequences"):
             given = (options.get(name), *(getattr(x, name, None) for x in configs))
             n_replies = max(n_replies, next(filter(None, given), 1))
-        if n_replies > 1:  # as `generate` does with the tokens
-            arguments[CACHE].batch_repeat_interleave(n_replies)
+        if n_replies > 1:
+            # `generate` counts the context's pictures too when it repeats what a tower returned.
+            if "mm_encoder_outputs" in arguments and any(x in GRIDS for x in self.inputs):
+                raise ValueError(
+                    f"{n_replies} beams or replies for a question with pictures, behind a context "
+                    "with pictures: ask for one reply, with num_beams=1 and num_return_sequences=1"
+                )
+            arguments[CACHE].batch_repeat_interleave(n_replies)  # as `generate` does with tokens
         out = self.model.generate(**arguments, **{"use_cache": True, **options})
         if isinstance(out, Tensor):
             return out[:, start:]

@@ -146,6 +146,8 @@ def test_appended_frames_equal_all_frames(name):
             two = {k: x.expand(2, -1) if k in TOKENWISE else x for k, x in frames[2].items()}
             with pytest.raises(ValueError, match="image_grid_thw for 2 rows"):
                 context.ask(two, **options)
+            with pytest.raises(ValueError, match=r"2 beams or replies .* num_beams=1"):
+                context.ask(frames[2], num_beams=2, **options)
     with mmkv.wrapped(model, "condense", 25):
         context = mmkv.read(model, frames[0])
         sizes = []
