@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -27,6 +29,8 @@ app = typer.Typer(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     show_warnings()
+    if isinstance(sys.stdout, TextIOWrapper):  # whose encoding may lack characters of a text
+        sys.stdout.reconfigure(errors="replace")
     app(args=None if argv is None else list(argv), prog_name="mmkv")
 
 

@@ -3,6 +3,8 @@
 import csv
 import json
 import math
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from helpers.evaluation import save_model
 from helpers.marks import cases
 from helpers.picture_chat import picture_chat
+from mmkv.cli.commands import main
 from mmkv.eval import measure, runner
 from mmkv.eval.sizing import commands
 from mmkv.eval.store import RunError, read_rows
@@ -264,6 +267,17 @@ def test_a_run_without_figures_is_reported_without_a_drawing(tmp_path):
     done = call("report", tmp_path)
     assert done.exit_code == 2
     assert "no metric was measured" in done.stderr
+
+
+def test_a_report_prints_to_a_terminal_without_its_characters(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", [{**x, "held_bytes": 1, "full_bytes": 2} for x in ROWS])
+    screen = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", screen)
+    with pytest.raises(SystemExit) as end:
+        main(["report", str(folder)])
+    assert not end.value.code
+    screen.flush()
+    assert "?" in screen.buffer.getvalue().decode()  # for the dash of an empty cell
 
 
 def test_ctrl_c_prints_how_to_resume(tmp_path, monkeypatch):
