@@ -252,14 +252,14 @@ def rouge_l(one: str, other: str) -> float | None:
 
 
 def read_upload(path: str | Path) -> Image.Image | None:
-    """Return an upload as RGB, at most `LONGEST_SIDE` wide and high; None if it is empty.
+    """Return an upload as RGB, upright, at most `LONGEST_SIDE` wide and high; None if it is empty.
 
     Raises:
         ValueError: too large, broken, or of no known format; the message has no folder.
     """
     try:
         upload = untrusted.read_picture(
-            path, lambda x: x.convert("RGBA"), most_pixels=MOST_PIXELS, most_bytes=MOST_BYTES
+            path, untrusted.upright_rgba, most_pixels=MOST_PIXELS, most_bytes=MOST_BYTES
         )
     except untrusted.PictureError as error:
         raise ValueError(f"cannot read {Path(path).name!r}: {error}") from None

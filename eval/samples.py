@@ -136,9 +136,13 @@ def _picture_digest(image: Any) -> str:
 
 
 def read_image(path: str | Path, *, decode: bool = True) -> Image.Image:
-    """Return a picture's first frame as RGB, or only its checked header. Raises DataError."""
+    """Return a picture's first frame as RGB, upright, or its checked header without pixels.
+
+    Raises:
+        DataError: it is no picture, broken or too large.
+    """
     try:
-        return untrusted.read_picture(path, lambda x: x.convert("RGB") if decode else x)
+        return untrusted.read_picture(path, untrusted.upright if decode else lambda x: x)
     except untrusted.PictureError as error:
         raise DataError(f"{path}: picture: {error}") from error
 

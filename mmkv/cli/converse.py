@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mmkv.demo.conversation import Conversation, Settings, Turn
 
 HELP = """\
-/image PATH               ask about another picture
+/image PATH               add a picture to the next question
 /policy NAME [OPTION=VALUE ...]   use another policy
 /budget 0.2               keep this fraction of the prompt
 /memory 6%                keep the prompt in this share of the full cache's bytes
@@ -54,13 +54,15 @@ def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
 class Lines:
     """Reads lines, each of which is a command, or a question about the pictures for both caches.
 
-    A terminal shows answers as they grow, a pipe gets the finished ones.
+    A terminal shows answers as they grow, a pipe gets the finished ones. `pictures` are those of
+    the next question, or of the last one if it was `asked`.
     """
 
     conversation: Conversation
     settings: Settings
     screen: Console
     pictures: tuple[Image.Image, ...] = ()
+    asked: bool = False
 
     def run(self, lines: Iterable[str]) -> int:
         """Run until the lines end or /quit; return the number of refused lines."""
@@ -86,7 +88,9 @@ class Lines:
 
         match name, words:
             case "image", [_, *_]:
-                self.pictures = (read_named_picture(" ".join(words)),)
+                new = read_named_picture(" ".join(words))
+                self.pictures = (new,) if self.asked else (*self.pictures, new)
+                self.asked = False
                 write(self.screen, f"picture: {' '.join(words)}", "dim")
             case "policy", [policy, *options]:
                 self._set(policy=policy, options=talk.parse_options(policy, options))
@@ -98,6 +102,7 @@ class Lines:
                 self._set(kv_dtype=None if text == "none" else text)
             case "clear", _:
                 self.conversation = Conversation(self.conversation.loaded)
+                self.asked = True  # so that the next picture is a new one
                 write(self.screen, "conversation cleared", "dim")
             case _ if name in ("", "help") or f"/{name}" in HELP.split():
                 write(self.screen, HELP, "dim")
@@ -122,6 +127,7 @@ class Lines:
         turns = self.conversation.ask(question, self.settings, *self.pictures)
         if not self.screen.is_terminal:
             *_, last = turns
+            self.asked = True
             self.screen.print(_view(last), soft_wrap=True)
             return
         with Live(console=self.screen, refresh_per_second=12) as live:
@@ -132,6 +138,7 @@ class Lines:
                 self.conversation.stop()
                 for turn in turns:
                     live.update(_view(turn))
+        self.asked = True
 
 
 def _view(turn: Turn) -> Text:

@@ -57,9 +57,10 @@ def read_picture(
         with _strictly(), Image.open(source, formats=FORMATS) as picture:
             width, height = picture.size
             if width * height > most_pixels:
-                millions = most_pixels // 10**6
-                raise PictureError(f"{width} x {height} pixels, more than {millions} million")
+                raise PictureError(f"{width} x {height} pixels: {_too_many(most_pixels)}")
             return read(picture)
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise PictureError(_too_many(most_pixels)) from None
     except UnidentifiedImageError:
         raise PictureError(f"not a picture in a known format ({', '.join(FORMATS)})") from None
     except PictureError:
@@ -67,6 +68,10 @@ def read_picture(
     except Exception as error:  # decoders raise errors of every type
         why = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise PictureError(f"broken: {' '.join(why.split())}") from error
+
+
+def _too_many(most_pixels: int) -> str:
+    return f"more than {most_pixels // 10**6} million pixels, so scale it down"
 
 
 def read_named_picture(path: str | os.PathLike[str]) -> Image.Image:
@@ -91,8 +96,30 @@ def _strictly() -> Generator[None]:
 
 
 def upright(picture: Image.Image) -> Image.Image:
-    """Return a picture as RGB, rotated as its EXIF orientation says."""
-    return ImageOps.exif_transpose(picture).convert("RGB")
+    """Return a picture as RGB, rotated as its EXIF orientation says, on white if transparent."""
+    if not picture.has_transparency_data:
+        return _eight_bits(picture).convert("RGB")
+    found = upright_rgba(picture)
+    return Image.alpha_composite(Image.new("RGBA", found.size, "white"), found).convert("RGB")
+
+
+def upright_rgba(picture: Image.Image) -> Image.Image:
+    """Return a picture as RGBA, rotated as its EXIF orientation says."""
+    return _eight_bits(picture).convert("RGBA")
+
+
+def _eight_bits(picture: Image.Image) -> Image.Image:
+    """Return a picture upright; of 16 bits a pixel its upper 8, as Pillow cuts values off at 255.
+
+    Raises:
+        PictureError: it has 32 bits a channel, of which the largest value is not known.
+    """
+    turned = ImageOps.exif_transpose(picture)
+    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
+        return turned.point(lambda x: x / 256).convert("L")
+    if picture.mode in ("I", "F"):
+        raise PictureError("32 bits a channel: save it with 8 or 16")
+    return turned
 
 
 def read_json(path: str | os.PathLike[str], most_bytes: int) -> Any:

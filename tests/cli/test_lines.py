@@ -85,6 +85,19 @@ def test_commands_change_settings(loaded):
     assert conversation.turns == []
 
 
+@pytest.mark.slow
+def test_pictures_before_a_question_are_all_asked_about(loaded):
+    first, second, third = (f"/image {path}" for path in example_pictures()[:3])
+    _, refused, conversation = talk(loaded, first, second, QUESTION, third, "And in this one?")
+    assert refused == 0
+    assert [list(turn.pictures) for turn in conversation.turns] == [
+        [picture(0), picture(1)],
+        [picture(2)],
+    ]
+    _, _, conversation = talk(loaded, first, "/clear", second, "How many objects are there?")
+    assert [list(turn.pictures) for turn in conversation.turns] == [[picture(1)]]
+
+
 def test_doubtful_budgets_print_a_note(loaded):
     out, refused, _ = talk(loaded, "/budget 1", "/policy full", "/budget 0.5")
     assert refused == 0

@@ -14,6 +14,7 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image, ImageFile, PngImagePlugin
 
@@ -132,6 +133,40 @@ def test_animation_decodes_one_frame(tmp_path, reader):
     frames[0].save(tmp_path / "long.gif", save_all=True, append_images=frames[1:], duration=1)
     with bounded():
         assert READERS[reader](tmp_path / "long.gif").size == (64, 64)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_picture_of_16_bits_keeps_its_shades(tmp_path, reader):
+    shades = np.arange(64 * 64).reshape(64, 64) % 251
+    Image.fromarray((shades * 257).astype(np.uint16)).save(tmp_path / "deep.png")
+    read = np.asarray(READERS[reader](tmp_path / "deep.png"))
+    assert np.array_equal(read, np.repeat(shades[..., None], 3, axis=2))
+    Image.fromarray(shades.astype(np.float32)).save(tmp_path / "float.tiff")
+    with pytest.raises(ValueError, match="32 bits a channel: save it with 8 or 16"):
+        READERS[reader](tmp_path / "float.tiff")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_picture_is_upright_and_opaque(tmp_path, reader):
+    """Its left half is transparent, and lies at the bottom once it is turned as EXIF says."""
+    picture, exif = Image.new("RGBA", (20, 10)), Image.Exif()
+    picture.paste((0, 0, 0, 255), (10, 0, 20, 10))
+    exif[0x0112] = 8
+    picture.save(tmp_path / "half.png", exif=exif)
+    read = READERS[reader](tmp_path / "half.png")
+    assert read.size == (10, 20)
+    assert read.getpixel((5, 2)) == (0, 0, 0)
+    ground = (180, 180, 180) if reader == "demo" else (255, 255, 255)
+    assert read.getpixel((5, 17)) == ground
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("side", [8_000, 11_000, 20_000])  # Pillow warns of one, and refuses one
+def test_picture_of_too_many_pixels_is_refused_with_the_bound(tmp_path, reader, side):
+    Image.new("1", (side, side)).save(tmp_path / "huge.png")
+    bound = "40" if reader == "demo" else "50"
+    with pytest.raises(ValueError, match=f"more than {bound} million pixels, so scale it down"):
+        READERS[reader](tmp_path / "huge.png")
 
 
 @pytest.mark.parametrize("reader", READERS)
