@@ -118,9 +118,9 @@ def eval_command(
 
     from .runner import check_arguments, find_processes, fitting, run
     from .tabulate import Report
-    from .variants import parse_options, with_question
+    from .variants import with_question
 
-    options = parse_options(option or [])
+    options = chat.option_texts(option or [])
     policy_texts = list_policies() if policies == "all" else split(policies)
     names = with_question(policy_texts, question)
     check_arguments(names, sizes, metric_names, options)
@@ -204,9 +204,8 @@ def check_command(
     from . import check
     from .prompts import encode_samples
     from .runner import run
-    from .variants import parse_options
 
-    options = parse_options(option or [])
+    options = chat.option_texts(option or [])
     variants = check.variants_of(split(policies), sizes, within, max_new_tokens, options)
     loaded = chat.load(model, device, dtype)
     lengths = [x["input_ids"].shape[1] for x in encode_samples(loaded, samples)]

@@ -65,9 +65,9 @@ def calibrate_command(
     from mmkv.calibration import calibrate, measurable
 
     from .prompts import encode_samples
-    from .variants import parse_options, parse_variants
+    from .variants import parse_variants
 
-    options = parse_options(option or [])
+    options = chat.option_texts(option or [])
     (variant,) = parse_variants([policy], options)
     measurable(variant.policy.name, **variant.options)
     loaded = chat.load(model, device, dtype, device_map)
@@ -150,9 +150,9 @@ def plot_command(
     from mmkv import chat
 
     from .prompts import encode_samples
-    from .variants import parse_options, parse_variants
+    from .variants import parse_variants
 
-    variants = parse_variants(split(policies), parse_options(option or []))
+    variants = parse_variants(split(policies), chat.option_texts(option or []))
     loaded = chat.load(model, device, dtype, device_map)
     samples = find(loaded)
     if not samples:

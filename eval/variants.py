@@ -10,9 +10,8 @@ from typing import Any
 
 from mmkv.budgets import note, number
 from mmkv.cache import codes
-from mmkv.chat import parse_value
+from mmkv.chat import option_texts, typed
 from mmkv.memory import Memory
-from mmkv.names import split_pair
 from mmkv.planning import comparing
 from mmkv.policy import Policy
 from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
@@ -101,7 +100,7 @@ def _parse(text: str, options: Mapping[str, Any], exact: bool) -> tuple[Variant,
     """Return one variant, and the names of its policy's options."""
     name, *parts = text.strip().split(":")
     name = policy_class(name).name
-    texts = parse_options(parts)
+    texts = option_texts(parts)
     profile, kv_dtype, chunk_text = (texts.pop(x, None) for x in (PROFILE, KV_DTYPE, CHUNKS))
     question = texts.pop(QUESTION, "visible")
     if question not in QUESTIONS[:2]:
@@ -111,15 +110,15 @@ def _parse(text: str, options: Mapping[str, Any], exact: bool) -> tuple[Variant,
         raise ValueError(f"evict_chunks={chunk_text!r}: expected the tokens of a chunk, 1 or more")
     if kv_dtype is not None:
         codes.check(kv_dtype)
-    own_options = _typed(name, texts)
+    own_options = typed(name, texts)
     known = set(get_policy(name, **own_options).flat())
-    shared = _typed(name, {k: v for k, v in options.items() if k in known})
+    shared = typed(name, {k: v for k, v in options.items() if k in known})
     policy_options = (exact_share(name) if exact else {}) | shared | own_options
     policy = get_policy(name, **policy_options)
     if policy.layers.learns:
         raise ValueError(
-            f"policy {text!r}: allocation='sampled' goes by the order of requests, which a run "
-            "that stops and goes on has not: give it a profile of `mmkv calibrate`, or use "
+            f"policy {text!r}: allocation='sampled' learns from the first requests, and a resumed "
+            "run has no fixed order of requests: give it a profile of `mmkv calibrate`, or use "
             "allocation='mini-prefill'"
         )
     label, hidden = ":".join([name, *parts]), question == HIDDEN
@@ -141,26 +140,6 @@ def with_question(policies: Sequence[str], question: str) -> list[str]:
     return texts
 
 
-def parse_options(pairs: Sequence[str]) -> dict[str, str]:
-    """Return the texts of options such as "window=16" by name. Raises ValueError."""
-    options: dict[str, str] = {}
-    for pair in pairs:
-        name, text = split_pair(pair)
-        if name in options:
-            raise ValueError(f"option {pair!r}: {name} is given twice")
-        options[name] = text
-    return options
-
-
-def _typed(policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with texts parsed by the types of the policy's fields. Raises ValueError."""
-    types = option_types(policy_class(policy))
-    return {
-        name: parse_value(name, x, types.get(name, str)) if isinstance(x, str) else x
-        for name, x in options.items()
-    }
-
-
 def plugin_arguments(
     policy: str, budget: float | int | str | None, profile: str | None, kwargs: dict[str, Any]
 ) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
@@ -173,7 +152,7 @@ def plugin_arguments(
     if plugin := kwargs.get("plugin"):
         load_plugin(plugin)
     names = {*option_types(policy_class(policy)), KV_DTYPE}
-    given_options = _typed(policy, {k: v for k, v in kwargs.items() if k in names})
+    given_options = typed(policy, {k: v for k, v in kwargs.items() if k in names})
     policy_options = exact_share(policy) | given_options
     chosen = get_policy(policy, **{k: v for k, v in policy_options.items() if k != KV_DTYPE})
     size, memory = None, kwargs.get("memory")

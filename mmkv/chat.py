@@ -64,12 +64,27 @@ def parse_options(policy: str, pairs: Sequence[str]) -> dict[str, Any]:
 
     An unknown option is left to `mmkv.get_policy`, which lists the candidates.
     """
-    types = option_types(policy_class(policy))
-    options: dict[str, Any] = {}
+    return typed(policy, option_texts(pairs))
+
+
+def option_texts(pairs: Sequence[str]) -> dict[str, str]:
+    """Return the texts of options such as "window=16" by name. Raises ValueError."""
+    options: dict[str, str] = {}
     for pair in pairs:
         name, text = split_pair(pair)
-        options[name] = parse_value(name, text, types.get(name, str))
+        if name in options:
+            raise ValueError(f"option {pair!r}: {name} is given twice")
+        options[name] = text
     return options
+
+
+def typed(policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with texts parsed by the types of the policy's fields. Raises ValueError."""
+    types = option_types(policy_class(policy))
+    return {
+        name: parse_value(name, x, types.get(name, str)) if isinstance(x, str) else x
+        for name, x in options.items()
+    }
 
 
 def default_budget(policy: Policy, profile: Path | None, kv_dtype: str | None) -> float | None:

@@ -194,7 +194,7 @@ def plan_command(
     from mmkv.registry import get_policy
 
     chosen = get_policy(policy, **parse_options(policy, option or []))
-    size = asked = (given or default_budget(chosen, profile, kv_dtype)) or DEFAULT
+    size = asked = given or default_budget(chosen, profile, kv_dtype)
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
     limit = max_positions(net) or 4096
@@ -204,8 +204,11 @@ def plan_command(
     if profile is not None or isinstance(size, Memory):
         config, _ = planned(net, adapters.find(net), chosen, size, profile=profile)
         chosen, table = config.policy, config.table
-        if isinstance(size, Memory) and config.budget is not None:
+        if not isinstance(size, Memory):
+            size = config.budget
+        elif config.budget is not None:
             size, kv_dtype = config.budget, config.kv_dtype
+    size = DEFAULT if size is None else size
     sizes = Sizes.of(net)
     load, card = Load(batch=batch, prompt=length, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, get_policy("full"))

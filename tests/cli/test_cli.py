@@ -523,6 +523,8 @@ def test_values_of_options_follow_the_fields():
         "protect": "none",
     }
     assert parse("squeeze", ["base=local"]) == {"base": "local"}
+    with pytest.raises(ValueError, match="option 'window=4': window is given twice"):
+        parse("snapkv", ["window=8", "window=4"])
 
 
 MINE = """

@@ -16,11 +16,12 @@ from helpers.evaluation import make_samples, save_model
 from helpers.marks import cases
 from helpers.processes import exit_code
 from mmkv.cache.compressed import CompressedCache
+from mmkv.chat import option_texts
 from mmkv.eval import measure, runner
 from mmkv.eval.measure import perplexity
 from mmkv.eval.store import RunError, digest, key_of, read_rows, read_settings
 from mmkv.eval.tabulate import Report
-from mmkv.eval.variants import parse_options, parse_variants, plugin_arguments
+from mmkv.eval.variants import parse_variants, plugin_arguments
 from mmkv.memory import Memory
 from mmkv.registry import load_plugin
 
@@ -311,7 +312,7 @@ def test_variants():
             parse_variants([f"condense:evict_chunks={wrong}"])
     with pytest.raises(ValueError, match="kv_dtype='int3': expected"):
         parse_variants(["snapkv:kv_dtype=int3"])
-    assert parse_options(["a=1", "b-c=None"]) == {"a": "1", "b_c": "None"}
+    assert option_texts(["a=1", "b-c=None"]) == {"a": "1", "b_c": "None"}
     texts = {"pooling": "none", "window": "8", "recency_weighted": "true"}
     (typed,) = parse_variants(["snapkv:kernel_size=3"], texts)
     of_types = {"pooling": None, "window": 8, "recency_weighted": True, "kernel_size": 3}

@@ -86,6 +86,14 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     assert plain < padded < 1.15 * plain
 
 
+def test_plan_takes_the_budget_of_a_profile(tmp_path, capsys):
+    path = tmp_path / "profile.json"
+    mmkv.Profile(fractions=(0.5, 0.1), budget=0.3).save(path)
+    words = ("plan", "llama-7b-2-layers-random", "--policy", "prefixkv", "--profile", path)
+    out, _, code = run(capsys, *words)
+    assert (code, "prefixkv 0.3" in out) == (0, True)
+
+
 @pytest.mark.slow
 def test_default_prompt_fits_the_model(capsys):
     models.find("smollm2")  # converted once, as other tests need it: else each command reads all
