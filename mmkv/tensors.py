@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,16 +27,22 @@ def tile(device: torch.device) -> int:
 
 def rows(x: Tensor, at: Tensor) -> Tensor:
     """Return rows [..., K, D] of x [..., C, D] at int64 [..., K]; leading dimensions broadcast."""
-    step = 1
-    if x.ndim == 4 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous():
-        # Heads as a projection lays them out: no copy of x is needed.
-        step, flat = x.shape[1], x.transpose(1, 2).reshape(-1, x.shape[-1])
-        first = torch.arange(len(flat), device=x.device).view(x.shape[0], -1, step).mT[..., :1]
-    else:
-        flat = x.reshape(-1, x.shape[-1])
-        first = torch.arange(len(flat), device=x.device).view(x.shape[:-1])[..., :1]
-    index = first + at * step
-    return flat.index_select(0, index.flatten()).view(*index.shape, x.shape[-1])
+    *lead, C, D = x.shape
+    head = torch.arange(math.prod(lead), device=x.device).view(*lead, 1)
+    flat, index = flat_rows(x if x.ndim == 4 else x.reshape(1, -1, C, D), head, at)
+    return flat.index_select(0, index.flatten()).view(*index.shape, D)
+
+
+def flat_rows(x: Tensor, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x [B, H, N, D] as [B * H * N, D], and the indices there of tokens of heads.
+
+    A projection's output, whose heads lie side by side, is not copied. `head` is b * H + h; `head`
+    and `token`, int64, broadcast.
+    """
+    _, H, N, D = x.shape
+    if x.transpose(1, 2).is_contiguous():
+        return x.transpose(1, 2).reshape(-1, D), (head // H * N + token) * H + head % H
+    return x.reshape(-1, D), head * N + token
 
 
 def last(number: Tensor, free: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from mmkv.decode.slots import GrowingSlots, SlotSchedule, spare
 from mmkv.decode.victims import HeavyHitterSlots
 from mmkv.memory import BITS
 from mmkv.parts import Merge, RowSizes
-from mmkv.tensors import no_autocast, send
+from mmkv.tensors import flat_rows, no_autocast, send
 
 # How many empty slots a layer may have, as a share of its kept tokens, to have fewer blocks.
 SLACK = 0.15
@@ -237,14 +237,8 @@ def _gathered(x: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
 
     For an empty slot `tokens` is -1, and any token is copied.
     """
-    _, H, U, D = x.shape
-    tokens = tokens.clamp(min=0)
-    if x.transpose(1, 2).is_contiguous():  # the layout of a projection's output
-        place = rows // H * U + tokens
-        place, flat = place * H + rows % H, x.transpose(1, 2).reshape(-1, D)
-    else:
-        place, flat = rows * U + tokens, x.reshape(-1, D)
-    return flat.index_select(0, place.flatten()).view(*tokens.shape, D)
+    flat, place = flat_rows(x, rows, tokens.clamp(min=0))
+    return flat.index_select(0, place.flatten()).view(*tokens.shape, x.shape[-1])
 
 
 def _exact_slots(positions: Tensor, n_first: int, start: int, opened: bool) -> Tensor:

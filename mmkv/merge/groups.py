@@ -1,4 +1,4 @@
-"""Merging of a layer's tokens into groups, besides the best tokens, which are kept exactly.
+"""Merging of a layer's tokens into groups, besides the best tokens, which keep pairs of their own.
 
 A group is one pair, a mean key and a mean value of its `m` tokens, with a weight `w` of about `m`.
 Attention adds `log w` to that slot's logit, `softmax(scale * q . k + log w)`, so a group of equal
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
-from mmkv.tensors import largest, last, rows, spans, tile
+from mmkv.tensors import flat_rows, largest, last, rows, spans, tile
 
 if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV
@@ -352,11 +352,7 @@ def means(pairs: tuple[Tensor, Tensor], slot: Tensor, weight: Tensor, slots: int
     weight = weight.gather(-1, order).flatten()
     slot_means = list[Tensor]()
     for x in pairs:
-        if x.transpose(1, 2).is_contiguous():  # as a projection leaves it
-            flat = x.transpose(1, 2).reshape(-1, x.shape[-1])
-            token = (row // H * N + order) * H + row % H
-        else:
-            flat, token = x.reshape(-1, x.shape[-1]), row * N + order
+        flat, token = flat_rows(x, row, order)
         total = embedding_bag(
             token.flatten(), flat.float(), starts, mode="sum", per_sample_weights=weight
         )
