@@ -40,7 +40,7 @@ def test_a_short_row_keeps_what_its_shrunk_window_attends_to(models, policy, poo
 
 
 def test_budget_below_pinned_tokens_is_noted(text_model, caplog):
-    """In the report, and in one line of the log for a prompt; nothing where more fits in."""
+    """In the report, and in one line of the log of a wrap; nothing where more fits in."""
     with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():
         notes = generate(text_model, make_inputs("llama", (200, 40, 12)), new=3)[2].report().notes
         assert notes == [
@@ -50,6 +50,8 @@ def test_budget_below_pinned_tokens_is_noted(text_model, caplog):
             "its last 1 observe instead; 5 are kept",
         ]
         assert [record.getMessage() for record in caplog.records] == ["; ".join(notes)]
+        text_model.generate(**make_inputs("llama", (50,)), max_new_tokens=2)
+        assert len(caplog.records) == 1, "a wrap logs it once"
         caplog.clear()
     with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():
         text_model.generate(**make_inputs("llama", (40,) * 9), max_new_tokens=2)

@@ -80,16 +80,6 @@ class TestEqualHeads:
         assert self.said(caplog, text_model, "sparsemm")
         assert not self.said(caplog, text_model, "sparsemm")
 
-    def test_short_prompt_warns_once_a_wrap(self, caplog, text_model):
-        for _ in range(2):
-            caplog.clear()
-            with mmkv.wrapped(text_model, "snapkv", 0.2):
-                for length, window in ((40, 4), (50, 5), (60, 6)):
-                    cache = text_model(**make_inputs("llama", (length,))).past_key_values
-                    said = f"too few for window 32; its last {window} observe instead"
-                    assert any(note.endswith(said) for note in cache.report().notes)
-            assert len([x for x in caplog.messages if "too few for window" in x]) == 1
-
     @pytest.mark.parametrize(
         ("policy", "budget", "options", "text"),
         [

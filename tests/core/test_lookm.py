@@ -11,7 +11,7 @@ from helpers.oracle import generate
 L = 3
 
 
-@pytest.mark.parametrize("options", [{}, {"merge": "groups"}, {"decode": "ratio"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"merge": "groups"}], ids=str)
 def test_lookm_image_tokens_leave_before_text(options):
     """No image token stays where one of text had to leave, but for the recent ones."""
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", (80, 52))

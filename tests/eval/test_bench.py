@@ -247,7 +247,7 @@ class TestRows:
             toy_bench(model, policies=texts)
 
 
-@cases("policy", ["none", "snapkv", "prefixkv", "h2o", "adakv"], "h2o", "none")
+@cases("policy", ["none", "full", "snapkv", "prefixkv", "h2o", "adakv", "streaming"], "h2o", "none")
 def test_step_allocates_and_copies_constant_memory(model, policy):
     """While a plain cache copies itself."""
     taken, held = [], []

@@ -25,7 +25,7 @@ def storages(head_dim: int = 0) -> dict[int, int]:
 
 
 class Outputs(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes; bytes that are made or written."""
+    """Elements of the largest tensor that an operation makes; bytes that operations write."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class Outputs(TorchDispatchMode):
 
 @contextmanager
 def bounded():
-    """Memory is asked for in vain beyond a bound: an exhausting file fails, and not the machine."""
+    """Limit this process's memory, so that an exhausting file fails the test, not the machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MOST_MEMORY, hard))
