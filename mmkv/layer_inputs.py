@@ -223,23 +223,6 @@ class LayerInputs:
         """The queries before rotary embedding, float32 [B, Hq, Q, D]."""
         return self.query.float() if self.rotary is None else self.rotary.undo(self.query)
 
-    @property
-    def plain_key(self) -> Tensor:
-        """The keys before rotary embedding, float32 [B, H, N, D].
-
-        Raises:
-            ValueError: some keys are of an earlier turn, whose embedding is not stored.
-        """
-        if self.rotary is None:
-            return self.key.float()
-        Q, N = self.rotary.cos.shape[1], self.key.shape[2]
-        if Q != N:
-            raise ValueError(
-                f"keys before rotary embedding are known of the last {Q} tokens, not of all {N}: "
-                "a score that needs them cannot go on with an earlier turn; start a new cache"
-            )
-        return self.rotary.undo(self.key)
-
     def without_gaps(self, present: Tensor, n: int) -> tuple[LayerInputs, Tensor]:
         """Move padding before each row's tokens, and leave all but its n last queries out.
 

@@ -117,8 +117,6 @@ class Profile:
                 known[name] = value = data.get(name)
                 if value is not None and not isinstance(value, kind):
                     raise ValueError(f"{name!r} is {str(value)[:40]!r}, expected {kind.__name__}")
-            if "costs" in data:
-                raise ValueError("it has cost curves of heads, which mmkv no longer reads")
             for name in ("visual", "retrieval"):
                 if name in data:
                     return cls(**{name: _numbers(data[name], name, 2)}, **known)
