@@ -63,7 +63,8 @@ PromptsOption = Annotated[
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Use the first samples only.")]
 RunOption = Annotated[
-    Path | None, typer.Option(help="The run's folder; the same command goes on. [default: in runs]")
+    Path | None,
+    typer.Option(help="The run's folder; the same command resumes it. [default: in runs]"),
 ]
 SuiteOption = Annotated[
     str | None,

@@ -199,16 +199,14 @@ class CheckRow:
     @property
     def name(self) -> str:
         """The cache's name in tables."""
-        return self.policy if self.policy.startswith(FULL) else f"{self.policy} {self._size}"
+        return (
+            self.policy if self.policy.startswith(FULL) else f"{self.policy} {named(self.budget)}"
+        )
 
     @property
     def type(self) -> str:
         """The type of kept pairs in words."""
         return self.kv_dtype or "the model's type"
-
-    @property
-    def _size(self) -> str:
-        return named(self.budget)
 
 
 @dataclass(frozen=True)
@@ -254,8 +252,8 @@ class CheckReport:
         """A sentence with the recommended cache, or that there is none."""
         if self._too_short:
             return (
-                f"too short to tell: prompts of {self.prompt_tokens[1]:,} tokens or fewer put no "
-                "size to the test; give longer ones"
+                f"too short to tell: of prompts of {self.prompt_tokens[1]:,} tokens or fewer, the "
+                "tokens that are always kept exceed every size; give longer ones"
             )
         if (best := self.best) is None:
             nearest = min(self.rows, key=lambda x: x.divergence)
@@ -312,8 +310,8 @@ def summed_up(
     empty = {x["index"] for x in full if not x["next_tokens"]}
     if len(empty) == len(full):
         raise ValueError(
-            "check: all replies end with their first token, which no cache has a say in: give "
-            "prompts with longer replies"
+            "check: all replies end with their first token, which does not depend on the cache: "
+            "give prompts with longer replies"
         )
     # Its own bytes, as `generate` reserves slots for a reply.
     full_nbytes = round(sum(x["full_bytes"] + x["other_bytes"] for x in full) / len(full))

@@ -95,7 +95,7 @@ def eval_command(
 ) -> None:
     """Measure policies at budgets on a suite; every finished row is kept.
 
-    The same command goes on with a run that was stopped. Changed options need another --out.
+    The same command resumes a run that was stopped. Changed options need another --out.
     A budget of fewer tokens than a policy's window and sinks is refused before the run; --option
     window=8 makes the window smaller.
     """
@@ -176,9 +176,9 @@ def check_command(
     plugin: PluginOption = None,
     limit: arguments.LimitOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of a reply, at most.")] = 48,
-    out: Annotated[Path, typer.Option(help="The run's folder; the same command goes on.")] = Path(
-        "runs/check"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="The run's folder; the same command resumes it.")
+    ] = Path("runs/check"),
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
@@ -228,7 +228,7 @@ def check_command(
 
 def _stopped(folder: Path) -> NoReturn:
     """Say how to go on, and exit with code 130."""
-    say(f"stopped; finished rows are in {folder}, the same command goes on")
+    say(f"stopped; finished rows are in {folder}, the same command resumes the run")
     raise typer.Exit(130) from None
 
 

@@ -51,7 +51,7 @@ class Job:
     about: dict[str, Any]  # fields that every row of the run has
     replays: bool = False  # whether one pass of a batch's prompts serves all policies
     full: dict[int, Row] = field(default_factory=dict[int, Row])  # the full cache's rows, by sample
-    # The context read last, after its policy and budget, and its inputs; the seconds it took.
+    # Policy and budget, inputs, the context read last, and the seconds that reading it took.
     last_read: tuple[tuple[str, float | int], dict[str, Any], mmkv.Context, float] | None = None
 
     @cached_property

@@ -136,7 +136,7 @@ class Store:
                     raise RunError(
                         f"{self.folder} holds a run with {name}={stored.get(name)!r}, this one has "
                         f"{name}={new.get(name)!r}: choose another --out for a new run, or the "
-                        "same options to go on with that one"
+                        "same options to resume that one"
                     )
         made_by = {"id": digest([settings, environment]), **environment}
         if main and made_by not in run["made_by"]:

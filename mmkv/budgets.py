@@ -14,8 +14,8 @@ from mmkv.memory import Memory
 if TYPE_CHECKING:
     from mmkv.policy import Policy
 
-# The budget of commands and of the demo if neither the user nor the profile gives a size;
-# `mmkv.wrap` takes `mmkv.memory.DEFAULT`.
+# The budget of commands that measure or serve, and of others beside a kv_dtype, if neither the user
+# nor the profile gives a size; otherwise it is `mmkv.memory.DEFAULT`.
 DEFAULT: float = 0.2
 _MOST = 2**31  # more tokens than any prompt has, and small enough for arithmetic
 

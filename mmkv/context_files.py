@@ -117,7 +117,7 @@ def _read_header(text: str | None) -> dict[str, Any]:
         raise ValueError("its header is nested too deeply") from None
     version = header.get("version") if isinstance(header, dict) else header
     if version != VERSION:
-        raise ValueError(f"version {str(version)[:40]}, expected {VERSION}: read it again")
+        raise ValueError(f"version {str(version)[:40]}, expected {VERSION}: read the prompt again")
     if header.keys() != _HEADER.keys():
         raise ValueError(f"its header must have the entries {', '.join(_HEADER)}")
     if wrong := [name for name, expected in _HEADER.items() if type(header[name]) is not expected]:
@@ -140,7 +140,7 @@ def _check_model(header: dict[str, Any], attachment: Attachment) -> None:
     if header["dtype"] != str(model.dtype):
         raise ValueError(
             f"it was read in {header['dtype'][:40]}, and the model is in {model.dtype}: load the "
-            "model in that dtype, or read it again"
+            "model in that dtype, or read the prompt again"
         )
     if header["weights"] != digest.of_model(model, attachment.parts.config):
         raise ValueError(

@@ -131,7 +131,7 @@ def _rendered(
     """Return the template's text, the new pictures, and the state of the whole chat.
 
     Earlier messages are rendered without their content, which is not stored; with `starts` a mark
-    stands behind them. Unless it `ends`, the text is cut where the user's last message may go on.
+    stands after them. Unless it `ends`, the text is cut where the user's last message may go on.
     """
     roles = zip(earlier.roles, earlier.pictures, strict=True) if earlier else ()
     turns: list[tuple[str, list[Any]]] = [(role, [{"type": "image"}] * n) for role, n in roles]

@@ -110,7 +110,7 @@ class Context:
         Raises:
             ValueError: the context has several rows and the number of questions differs; the model
                 was wrapped again since; a text or messages without a processor; or several beams or
-                replies for a picture behind pictures with grids (Qwen).
+                replies for a picture after pictures with grids (Qwen).
         """
         arguments = self.arguments_for(self._encoded(inputs, processor, ends=True)[0])
         start = arguments["input_ids"].shape[1]
@@ -124,7 +124,7 @@ class Context:
             # `generate` counts the context's pictures too when it repeats what a tower returned.
             if "mm_encoder_outputs" in arguments and any(x in GRIDS for x in self.inputs):
                 raise ValueError(
-                    f"{n_replies} beams or replies for a question with pictures, behind a context "
+                    f"{n_replies} beams or replies for a question with pictures, after a context "
                     "with pictures: ask for one reply, with num_beams=1 and num_return_sequences=1"
                 )
             arguments[CACHE].batch_repeat_interleave(n_replies)  # as `generate` does with tokens

@@ -3,7 +3,8 @@
 There are six kinds: a token's score, layer sizes, head sizes, what happens while tokens are
 generated, how evicted pairs are merged, and which tokens are pinned. A part is a dataclass
 that inherits from its kind and is registered by a name; its file may lie in `mmkv.scores`,
-`mmkv.sizes`, `mmkv.merge`, with its policy in `mmkv.policies`, or in another package.
+`mmkv.sizes`, `mmkv.merge`, `mmkv.decode`, with its policy in `mmkv.policies`, or in another
+package.
 """
 
 from __future__ import annotations
@@ -297,8 +298,8 @@ def register_part(name: str) -> Callable[[P], P]:
         check_fields(cls)
         if getattr(cls, "window", 0) and "window" not in {f.name for f in dataclasses.fields(cls)}:
             raise TypeError(
-                f"register_part({name!r}): {cls.__name__}.window is no field, which a short row's "
-                "smaller window replaces: write `window: int = ...` in a dataclass"
+                f"register_part({name!r}): {cls.__name__}.window is no dataclass field, and only a "
+                "field can be made smaller for a short row: write `window: int = ...`"
             )
         registered_class = registered.get((cls.kind, name))
         if registered_class is not None and path_of(registered_class) != path_of(cls):

@@ -36,8 +36,8 @@ from mmkv.sizes.profiled import (
 logger = logging.getLogger(__name__)
 
 EQUAL_HEADS = (
-    "{policy} gives all heads the same size; on most language models a few heads look things up "
-    "and need the whole prompt: {finder}, and mmkv.check measures what a policy costs"
+    "{policy} gives all heads the same size; on most language models a few retrieval heads "
+    "need the whole prompt: {finder}, and mmkv.check measures what a policy costs"
 )
 # Policies whose notice was logged: once a process, as researchers wrap hundreds of times.
 _logged_policies = set[str]()
@@ -143,7 +143,7 @@ def _check_repetition(
         )
     if not hasattr(parts.decoder, "rotary_emb"):
         raise ValueError(
-            f"score={policy.score.name!r} feeds the prompt again behind its end, where this {kind} "
+            f"score={policy.score.name!r} feeds the prompt again after its end, where this {kind} "
             "soon has no positions left: use another score"
         )
     repetition.check_instruction(parts, policy)

@@ -1,7 +1,8 @@
 """Policies by name: the built-in ones, a user's own and those of installed packages.
 
-A third-party package registers a policy class through the entry-point group `mmkv.policies`. If one
-fails to load, it is skipped with a warning, and looking up its policy raises an error.
+A third-party package registers classes of policies and parts through the entry-point groups
+`mmkv.policies` and `mmkv.parts`. If one fails to load, it is skipped with a warning, and looking it
+up raises an error.
 `load_plugin` runs a file that registers policies.
 """
 

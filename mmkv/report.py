@@ -182,7 +182,7 @@ class CacheReport:
 
 _LEGEND = (
     "kept per head: mean over heads, groups and generated tokens included; min-max: of single "
-    "heads; retained: the share of scores that lies on tokens kept exactly"
+    "heads; retained: the share of scores that lies on tokens with a pair of their own"
 )
 
 
@@ -212,7 +212,7 @@ def _notes(cache: CacheContents) -> list[str]:
             kept = f"least={policy.least} keeps {policy.least} of {length} tokens"
             notes.append(f"row {row}: {kept}, more than {setting}; least=0 switches this off")
     if policy.merge is not None and policy.merge.weighted and n_whole < len(cache.lengths):
-        notes.append("tokens not kept exactly are merged into groups")
+        notes.append("tokens without a pair of their own are merged into groups")
     if plan.kv_dtype is not None and cache.compressed[0].seen > prompt.valid.shape[1]:
         notes.append("the bytes include slots in the model's type for the newest generated tokens")
     competed = int((prompt.valid & ~prompt.is_prompt).sum())

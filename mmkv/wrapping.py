@@ -54,10 +54,11 @@ def wrap(
             "visual" look for "mmkv-profile.json" or "mmkv-visual-heads.json" in the folder that the
             model was loaded from; "retrieval" otherwise measures one here, in one pass.
         kv_dtype: "int8" or "int4" to hold what is kept in 8 or 4 bits; None for the model's type.
-        memory: in place of both: the share, in (0, 1], of the bytes that the full cache of a prompt
-            has in the model's type, such as 1/16, "6%" or "16x". It sets tokens and type together,
-            see `mmkv.memory`. Layers with a sliding window or linear attention do not count. If no
-            budget or type is given either, nor a profile of kept fractions, it is 1/8.
+        memory: in place of `budget` and `kv_dtype`: the share, in (0, 1], of the bytes that the
+            full cache of a prompt has in the model's type, such as 1/16, "6%" or "16x". It sets
+            tokens and type together, see `mmkv.memory`. Layers with a sliding window or linear
+            attention do not count. If no budget or type is given either, nor a profile of kept
+            fractions, it is 1/8.
         evict_chunks: evict after every chunk of a prompt that is read in chunks
             (`generate(..., prefill_chunk_size=1024)`), so that memory is the budget and one chunk
             at any length, and later chunks attend to what is left. Otherwise a prompt is evicted
@@ -131,7 +132,7 @@ def _check_decoder(parts: adapters.Adapter, kind: str) -> None:
 
 
 def probe(model: nn.Module) -> profiles.Profile:
-    """Measure which heads of a model look things up, in one pass over random tokens.
+    """Find the retrieval heads of a model, in one pass over random tokens.
 
     heads="retrieval" sizes heads by the result, see `mmkv.attach.copy_probe`; `wrap` measures and
     saves it by itself. The model is not changed.

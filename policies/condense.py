@@ -1,8 +1,8 @@
-"""Condense: keep the most important tokens exactly, and merge all others into weighted groups.
+"""Condense: keep a pair of each important token, and merge all others into weighted groups.
 
 The prompt is cut into runs, and each query observes all tokens of its run as if it came after the
 prompt. A token's score is the largest change of any observer's output if the token were dropped.
-The tokens with the highest scores are kept exactly. The others are merged into groups, in whose
+Tokens with the highest scores keep pairs of their own. The others are merged into groups, in whose
 means each token counts as much as its score; the weight of a group gives it the attention that its
 tokens had, so every token stays in the softmax. Related: KeepKV, arXiv 2504.09936, and LOOK-M,
 arXiv 2406.18139 (merging); KVzip, arXiv 2505.23416 (observers); ToMe, arXiv 2210.09461, and

@@ -35,13 +35,13 @@ def cache_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection() -> None:
-    """Imports leave much that lives and little garbage: none is looked for meanwhile."""
+    """Disable garbage collection while tests are collected: imports leave little garbage."""
     gc.disable()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_imported_is_collected() -> None:
-    """Else each look for garbage goes through all of torch and transformers, and few are needed."""
+    """Exempt imported objects from garbage collection, and collect less often."""
     gc.set_threshold(20_000)
     gc.collect()
     gc.freeze()
@@ -58,7 +58,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def told_of_equal_heads() -> None:
-    """`wrap` says it once a process: no test's log has it because it ran first."""
+    """Mark the notice about equal heads as logged, so that it is in no test's log."""
     from mmkv import planning, registry
 
     planning._logged_policies.update(registry.list_policies())

@@ -3,9 +3,9 @@
 The rotary embedding of transformers takes the long frequencies in a pass that reaches beyond
 `original_max_position_embeddings`, for all tokens of that pass. So all tokens must be read in one
 kind of pass: keys with short frequencies do not go with later queries. Phi-3's `generate` drops the
-cache at that length and reads everything again. Here the cache reads again what it has seen, a
-context and its question as such; and a prompt in chunks uses the frequencies of its whole length
-from the first chunk on.
+cache at that length and reads everything again. Here the cache reads again what it has seen: a
+context as a prompt, and then its question without eviction. A prompt in chunks uses the frequencies
+of its whole length from the first chunk on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def settle(
     attachment: Attachment, cache: CompressedCache, q: int, positions: Tensor | None
 ) -> None:
-    """Before a pass of q tokens, see that all tokens have the same frequencies.
+    """Before a pass of q tokens, make all tokens have the same frequencies.
 
     Args:
         attachment: that of the model.
@@ -58,7 +58,7 @@ def _read_again(attachment: Attachment, cache: CompressedCache, limit: int, q: i
         or bool(torch.isin(ids.cpu(), pictures).any())
     ):
         raise ValueError(
-            f"{q} tokens behind {seen} pass position {limit}, beyond which this model (longrope) "
+            f"{q} tokens after {seen} pass position {limit}, beyond which this model (longrope) "
             "reads all tokens with other rotary frequencies, and the cache cannot read these again "
             "(pictures, or tokens not given as input_ids): start a new cache, and give all tokens "
             "to model.generate"

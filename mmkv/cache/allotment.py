@@ -42,7 +42,8 @@ def for_type(plan: CacheConfig, itemsize: int, head_dim: int) -> CacheConfig:
 def for_heads(plan: CacheConfig) -> CacheConfig:
     """Return the plan with a budget that leaves room for its heads' empty slots, if it is in bytes.
 
-    More tokens have more empty slots: the room is raised until the tokens beside it need no more.
+    The number of empty slots depends on the budget, so the room for them is raised until it is
+    enough.
     """
     if plan.memory is None or plan.memory.whole:
         return plan

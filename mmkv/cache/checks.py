@@ -68,7 +68,7 @@ def check_read(cache: CacheState, ids: Tensor, mask: Tensor | None) -> None:
         row, place = differ.nonzero()[0].tolist()
         raise ValueError(
             f"the cache has read another prompt: row {row} differs at token {place}; "
-            "give all that it has read as it was, and new tokens behind it, or start without it"
+            "give all that it has read as it was, and new tokens after it, or start without it"
         )
 
 
@@ -84,8 +84,8 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
     if any_shown:
         row, position = shown.nonzero()[0].tolist()
         raise ValueError(
-            f"attention_mask shows row {row} its token {position}, which was padding or masked "
-            "when it was read and is gone: keep masking it, or start a new cache"
+            f"attention_mask shows token {position} of row {row}, which was padding or masked when "
+            "it was read, so that it was not stored: keep masking it, or start a new cache"
         )
     if not any_hidden:
         return False
@@ -111,8 +111,8 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
             generated = bool(_generated(cache, hidden)[row, position])
             remedy = "use decode='grow', which groups none" if generated else "start a new cache"
             raise ValueError(
-                f"attention_mask hides row {row} its {'generated ' * generated}token {position}, "
-                f"which a group holds together with others: keep showing it, or {remedy}"
+                f"attention_mask hides {'generated ' * generated}token {position} of row {row}, "
+                f"which was merged into a group: keep showing it, or {remedy}"
             )
     return True
 

@@ -90,7 +90,8 @@ class CompressedCache(CacheState):
         The masks are those of `TokenMasks.of`.
 
         Returns:
-            whether a first pass, which stores nothing, is to give `size` the scores of all layers.
+            whether a first pass over the prompt, which stores nothing, has to compute the scores of
+            all layers for `size`.
 
         Raises:
             ValueError: a row has no tokens or is padded on the right, or the mask shows tokens that
@@ -187,7 +188,7 @@ class CompressedCache(CacheState):
         checks.check_whole(self)
         if q > 1 and any(b.schedule.drops for b in self.blocks):
             raise ValueError(
-                f"{q} tokens at once behind a compressed prompt: policy {self.plan.policy.name!r} "
+                f"{q} tokens at once after a compressed prompt: policy {self.plan.policy.name!r} "
                 "drops a token a step while decoding; feed them one by one, or use decode='grow'"
             )
         if mask is None:
@@ -252,8 +253,8 @@ class CompressedCache(CacheState):
     def read(self, inputs: LayerInputs) -> None:
         """Score the tokens of a layer, and evict it if its size is known, else keep them all.
 
-        In a round of generated tokens the queries of all since the last round observe. `inputs` are
-        those of the new tokens, whose pairs `attend` has stored, but in a first pass.
+        In a round, the queries of all tokens generated since the last round observe. `inputs` are
+        those of the new tokens. `attend` has stored their pairs, except in a prompt's first pass.
         """
         layer, reading, prompt = self.compressed_layer(inputs.layer_idx), self.reading, self.prompt
         assert reading is not None

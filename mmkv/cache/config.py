@@ -114,10 +114,10 @@ class CacheConfig:
         return self.budget if isinstance(self.budget, int) else self.policy.least
 
     def total_kept(self, n_layers: int, length: int) -> int:
-        """Return the budget over all layers, in tokens per head; a float is a fraction of a row.
+        """Return how many tokens all layers keep together, in tokens per head.
 
-        At least one token a head is kept, on average; more if the always-kept ones are more, or if
-        `retention` needs more.
+        A fractional budget is one of the row's `length`. Each layer keeps at least `kept_whole`
+        tokens, or one, as a mean. Pinned tokens do not count here, nor does `retention`.
         """
         return max(self._share(n_layers, length), n_layers * min(max(1, self.kept_whole), length))
 

@@ -1,8 +1,8 @@
 """The state of one call of a wrapped model, and the two phases of its cache.
 
 The state is one value in a context variable: the hooks of `mmkv.attach` set it, the cache and the
-attention function read it. When the call ends, after an exception too, the state is that of the
-call around it again, if a hook of a wrapped model calls one. The phase is kept by the cache from
+attention function read it. When the call ends, also by an exception, the variable is set back to
+the state of the enclosing call, if a hook made this call, or to None. A cache keeps its phase from
 call to call: it reads a prompt, or it decodes.
 """
 
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 Similarity = dict[int, tuple[Tensor, Tensor]]
 NOT_ATTENDED = (
-    "{what} took keys and values into a compressed cache, but the attention function that attends "
-    "to it did not run: after model.set_attn_implementation(...), or with a model that is not "
-    "wrapped any more, call mmkv.unwrap(model) if it is wrapped, mmkv.wrap(model, ...) again, and "
-    "start a new cache"
+    "{what} passed keys and values to a compressed cache, but mmkv's attention function did not "
+    "run, as after model.set_attn_implementation(...) or mmkv.unwrap(model): unwrap the model if "
+    "it is wrapped, call mmkv.wrap(model, ...) again, and start a new cache"
 )
 
 

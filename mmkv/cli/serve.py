@@ -85,7 +85,7 @@ def serve(
 
 @show_errors
 def probe(model: ModelArgument) -> None:
-    """Measure which heads of a model look things up, for vLLM, and save the result."""
+    """Find the retrieval heads of a model, for vLLM, and save the result."""
     from mmkv.loading import models
 
     _probe(model, models.find(model).path)
@@ -97,7 +97,7 @@ def _probe(model: str, path: str) -> None:
     from mmkv.vllm import probes
 
     target = probes.path_of(path)
-    tell(f"measuring which heads of {model} look things up")
+    tell(f"finding the retrieval heads of {model}")
     profile = wrapping.probe(chat.load(model, "cpu", "auto").model)
     target.parent.mkdir(parents=True, exist_ok=True)
     profile.save(target)

@@ -19,7 +19,7 @@ from mmkv.vllm.settings import Settings, Sizes
 
 
 class WholeHeads(Attention):
-    """A unit of heads that keep the whole prompt: all of vLLM's own but the class of the spec."""
+    """vLLM's attention, for heads that keep the whole prompt; its spec is of a class of ours."""
 
     def __init__(self, *args: Any, heads: tuple[int, ...], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -34,7 +34,7 @@ from mmkv.vllm.compress import Prompt, compress
 class Pages(NamedTuple):
     """The parts of a unit's pages, views of vLLM's tensor.
 
-    A page has its pairs where vLLM's pages of other heads have them, and behind these the
+    A page has its pairs where vLLM's pages of other heads have them, and after these the
     logarithms of weights in float32, where the others have padding. So a page of other heads never
     leaves numbers that mean nothing, or NaN, among pairs.
     """
@@ -62,8 +62,8 @@ class Row:
     request: str
     boundary: int
     computed: int  # tokens before this step
-    until: int  # and after it
-    start: int  # of its queries
+    until: int  # tokens after this step
+    start: int  # index of its first query in the batch
     dropped: int  # blocks that it frees at the boundary
 
 
@@ -71,7 +71,7 @@ class Row:
 class Plan:
     """What all layers of one class do in a step.
 
-    R rows have one token behind their boundary, and read W blocks, of which some may not be theirs.
+    R rows have one token after their boundary, and read W blocks, of which some may not be theirs.
     """
 
     tokens: int
@@ -270,7 +270,7 @@ class Impl(AttentionImpl[Metadata]):
                 self._remember(part, row, query[tokens])
                 if end == b:
                     self._compress(part, units, row)
-        if row.until > end:  # tokens behind a compressed prefix
+        if row.until > end:  # tokens after a compressed prefix
             tokens = slice(row.start + n, row.start + row.until - row.computed)
             held = units, row, row.dropped, row.until
             keys, values = self._blocks(*held, "pairs").chunk(2, -1)

@@ -132,7 +132,7 @@ class Index:
     def find(self, pool: Any, hashes: Any, length: int) -> tuple[int, int]:
         """Return the boundary and the length of the longest hit, in blocks.
 
-        What lies behind a boundary stays whole, so a hit must leave little of the request.
+        What lies after a boundary stays whole, so a hit must leave little of the request.
         """
         size, best, total = self.size, (0, 0), len(hashes)
         most = min(length // size, total)
@@ -260,7 +260,7 @@ class Manager(SingleTypeKVCacheManager):
 
 
 class WholeManager(Manager, FullAttentionManager):
-    """vLLM's, but blocks behind a boundary are not offered as if the prefix were whole."""
+    """vLLM's, but blocks after a boundary are not offered as if the prefix were whole."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -40,7 +40,7 @@ def _on_cpu(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor
     """Attend by vLLM's kernel, which reads its own layout of blocks: pairs are copied into it."""
     (n, H, G, D), end, dtype = query.shape, keys.shape[1], query.dtype
     isa, blocks = _get_attn_isa(dtype, _BLOCK, D), -(-end // _BLOCK)
-    # The kernel multiplies what is behind the last token by 0, so that may not be NaN.
+    # The kernel multiplies what is after the last token by 0, so that may not be NaN.
     cache = torch.zeros(blocks, H, 2 * _BLOCK, D, dtype=dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
     keys, values = (x.transpose(0, 1).contiguous() for x in (keys, values))

@@ -24,7 +24,7 @@ class TableRotary(Rotary):
     `inv_freq` is not used, as vLLM keeps no frequencies: only cos and sin of each position.
     """
 
-    table: tuple[Tensor, Tensor] | None = None  # cos and sin [positions, R] behind the last token
+    table: tuple[Tensor, Tensor] | None = None  # cos and sin [positions, R] after the last token
 
     def ahead(self, n: int) -> Rotation:
         """Return cos and sin [1, 1, R] of the position `n` after the last token."""

@@ -1,4 +1,4 @@
-"""The plugin's options, checked before a model is loaded, and what vLLM must not be asked beside.
+"""The plugin's options, checked before a model is loaded, and the features of vLLM that it refuses.
 
 `--additional-config '{"mmkv": {"budget": 0.2, "policy": "condense", ...}}'`; all other keys are
 options of the policy.

@@ -15,9 +15,10 @@ from mmkv.policy import Policy
 from mmkv.registry import get_policy, load_plugin
 from mmkv.vllm.compress import equal
 
-# A share of a prompt: with more behind what it shares with earlier ones it is read from the start.
+# The largest share of a prompt that may follow a reused prefix. If more follows, the prompt is read
+# and compressed from its start.
 TAIL = 0.25
-# Observers read this many last queries of a prompt; the last of these observe what is before.
+# How many of a prompt's last queries are kept for the score `Observers`.
 _QUERIES = 8192
 
 

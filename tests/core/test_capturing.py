@@ -116,7 +116,7 @@ def test_waits_are_errors_for_one_step_only(cuda, monkeypatch, before, ends):
 
 
 def test_other_threads_may_wait(cuda, monkeypatch):
-    """The switch is the process's: an error in a thread that is no part of this would be ours."""
+    """The setting is process-wide, so it is not changed while other threads run."""
     monkeypatch.setattr(threading, "active_count", lambda: 2)
     with refusing_waits():
         assert cuda.sync_mode == 0

@@ -84,10 +84,10 @@ def test_mask_hiding_grouped_token_raises(models):
         mask = torch.ones(1, 91, dtype=torch.long)
         mask[0, grouped] = 0
         step = {"input_ids": torch.tensor([[7]]), "attention_mask": mask}
-        with pytest.raises(ValueError, match=rf"hides row 0 its token {grouped}, which a group"):
+        with pytest.raises(ValueError, match=rf"hides token {grouped} of row 0, which was merged"):
             model(**step, past_key_values=cache)
         cache.expect()
-        with pytest.raises(ValueError, match=rf"hides row 0 its token {grouped}, which a group"):
+        with pytest.raises(ValueError, match=rf"hides token {grouped} of row 0, which was merged"):
             model(**step, past_key_values=cache)
         mask[0, grouped], mask[0, 89] = 1, 0  # one that is kept alone may be hidden
         model(**step, past_key_values=cache)

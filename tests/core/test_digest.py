@@ -39,7 +39,7 @@ def test_weights_of_every_length_differ_in_each_number(dtype):
 
 @cases("n", [576 * 576, 2**16 * 129 + 5], 576 * 576)
 def test_weights_with_columns_negated_zeroed_or_exchanged_differ(n):
-    """As a head that is cut off; signs are the highest bits, of which a sum loses every second."""
+    """Signs are the highest bits: a sum without mixing would lose a change of two of them."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
     found = {hashed(x)}
     for column in (1, 64, 575):

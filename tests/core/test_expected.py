@@ -57,7 +57,7 @@ def naive(query, key, value, ahead, *, skip, epsilon, scale, log_weights) -> Ten
 
 @pytest.mark.parametrize("Q", [N, 7])
 def test_expected_attention_equals_the_loop_on_each_row_alone(Q: int):
-    """A prompt, and a later turn, of whose queries alone is known how they are."""
+    """A prompt, and a later turn, of which only the new tokens have queries."""
     skip, epsilon, scale, positions = 4, 0.05, 0.6, 5
     valid = torch.stack([torch.arange(N) >= p for p in PADDING])
     places = (valid.cumsum(-1) - 1).clamp(min=0)

@@ -186,7 +186,7 @@ def test_unrepeatable_tokens_raise(phi):
     with mmkv.wrapped(phi, "snapkv", 0.4, **short("snapkv")), torch.no_grad():
         embeds = phi.get_input_embeddings()(ids(60))
         cache = phi(inputs_embeds=embeds, use_cache=True).past_key_values
-        with pytest.raises(ValueError, match=r"20 tokens behind 60 pass position 64"):
+        with pytest.raises(ValueError, match=r"20 tokens after 60 pass position 64"):
             phi(input_ids=ids(20), past_key_values=cache)
 
 

@@ -59,7 +59,7 @@ def test_full_budget_is_identity(models, policy):
 def test_batch_equals_singles(models, variant):
     """A row of a left-padded batch keeps, and says, exactly what it does alone.
 
-    Of each way to read a prompt `test_ragged_turns` asks it, in three turns.
+    `test_ragged_turns` covers the variants in `READING`.
     """
     model, inputs = models("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):

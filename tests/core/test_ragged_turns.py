@@ -140,7 +140,7 @@ def test_padding_after_an_early_end_is_hidden_or_warned_of(models, variant, capl
     policy = mmkv.get_policy(variant.policy, **options_of(variant))
     with mmkv.wrapped(model, policy, variant.budget):
         if policy.decode.every and policy.merge is not None:
-            with pytest.raises(ValueError, match=r"its generated token .* or use decode='grow'"):
+            with pytest.raises(ValueError, match=r"hides generated token .* or use decode='grow'"):
                 second_turn(model, inputs, words, ends)
             return
         together = second_turn(model, inputs, words, ends)

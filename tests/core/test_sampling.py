@@ -217,6 +217,6 @@ def test_a_tenth_of_an_announced_number(requests, n):
     assert mmkv.get_policy("xkv", allocation="sampled", requests=requests).layers.learns == n
 
 
-def test_calibrating_leaves_nothing_to_learn():
+def test_calibrate_refuses_sampled_sizes():
     with pytest.raises(ValueError, match="calibrate averages the sizes of all samples"):
         mmkv.calibrate(make_model("llama"), [prompt(0)], "xkv", allocation="sampled", requests=20)

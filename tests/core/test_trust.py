@@ -75,7 +75,7 @@ class TestOurAttentionRuns:
             with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
                 attn = text_model.model.layers[i].self_attn
                 whole, attn.config = attn.config, text_model.config
-                with pytest.raises(ValueError, match=f"layer {i} took keys"):
+                with pytest.raises(ValueError, match=f"layer {i} passed keys"):
                     text_model.generate(**inputs, max_new_tokens=3)
                 attn.config = whole
 
@@ -206,7 +206,7 @@ class TestMasksOverThePast:
         with mmkv.wrapped(model, "snapkv", 0.5, window=6):
             cache = prefill(model, inputs).past_key_values
             shown = torch.ones(2, 61, dtype=torch.long)
-            with pytest.raises(ValueError, match="row 1 its token 0, which was padding"):
+            with pytest.raises(ValueError, match="token 0 of row 1, which was padding"):
                 model(
                     input_ids=torch.tensor([[7], [8]]), attention_mask=shown, past_key_values=cache
                 )

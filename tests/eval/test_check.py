@@ -321,7 +321,7 @@ class TestCommand:
         asked = ("check", *ASKED, "--memory", "1/2,1/10")
         done = call(*asked)
         assert done.exit_code == 130
-        assert "the same command goes on" in done.stderr
+        assert "the same command resumes the run" in done.stderr
         assert len(read_rows(folder / "a" / "rows.jsonl")) == 6
         done = call(*asked, "--within", "1e-9")
         assert done.exit_code == 0, done.output

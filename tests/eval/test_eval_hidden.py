@@ -31,8 +31,8 @@ def run(model, samples, out, policies, budget):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", ["", ":evict_chunks=5"])
-def test_kvpress_keeping_all_tokens_equals_full_cache(model, samples, tmp_path, chunk):
-    """Perplexity and reply behind a context of its own are those of the whole prompt."""
+def test_hidden_question_at_full_budget_equals_the_full_cache(model, samples, tmp_path, chunk):
+    """Perplexity and reply after a separate context are those of the whole prompt."""
     rows = run(model, samples, tmp_path, ["full", f"snapkv:question=hidden{chunk}"], 1.0)
     full = {r["index"]: r for r in rows if r["policy"] == "full"}
     hidden = {r["index"]: r for r in rows if r["policy"] != "full"}

@@ -288,4 +288,4 @@ def test_ctrl_c_prints_how_to_resume(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "measure", stop)
     done = call("eval", "description", "--limit", "1", "--out", str(tmp_path))
     assert done.exit_code == 130
-    assert "the same command goes on" in done.stderr
+    assert "the same command resumes the run" in done.stderr
