@@ -187,26 +187,28 @@ class Adapter:
                 row (`adapter_names` of PEFT).
         """
         linear = self._output(index)
-        weight: Tensor = linear.weight
-        plain = type(linear) is nn.Linear and weight.is_floating_point()
+        weight = _plain_weight(linear)
         if self.ranks > 1:
-            if not plain:
+            if weight is None:
                 raise ValueError(
                     f"the output projection is a {type(linear).__name__} spread over {self.ranks} "
                     "processes, whose part of each head is not known: use a score that does not "
                     "read it, such as score='window'"
                 )
             weight = getattr(weight, "to_local", lambda: linear.weight)()
-        elif not plain:
+        elif weight is None:
             hooks: Any = vars(linear)["_forward_pre_hooks"].values()
             if any("adapter_names" in getattr(x, "keywords", ()) for x in hooks):
                 raise ValueError(
                     "adapter_names: each row has an output projection of its own, and the scores "
                     "read one for all rows: use a score that reads none, such as score='window'"
                 )
-            # Quantised or adapted: apply it to each unit vector.
-            dtype = next(self.layers[index].parameters()).dtype
-            unit = torch.eye(linear.in_features, device=weight.device)
+            # Quantised, adapted or offloaded: apply it to each unit vector.
+            layer = self.layers[index]
+            held = [*linear.parameters(), *linear.buffers(), *layer.parameters()]
+            devices = [x.device for x in held if not x.is_meta]  # offloaded weights move by a hook
+            unit = torch.eye(linear.in_features, device=devices[0] if devices else None)
+            dtype = next(layer.parameters()).dtype
             unit = unit.to(dtype if dtype.is_floating_point else torch.float32)
             weight = (linear(unit) - linear(unit[:1] * 0)).T
         heads = self.config.num_attention_heads // self.ranks
@@ -217,9 +219,8 @@ class Adapter:
 
         It is computed anew if the weight was replaced or written to, see `forget_changed`.
         """
-        linear = self._output(index)
-        weight: Tensor = linear.weight
-        if type(linear) is not nn.Linear or self.ranks > 1 or weight.is_inference():
+        weight = _plain_weight(self._output(index))
+        if weight is None or self.ranks > 1 or weight.is_inference():
             return function(self.output_weight(index))
         now, known = (weight.data_ptr(), weight._version), self.computed.get(index)
         if known is not None and known[0]() is weight and known[1] == now:
@@ -265,6 +266,13 @@ class Adapter:
         rotary: Any = self.decoder.rotary_emb
         name = "inv_freq" if hasattr(rotary, "inv_freq") else "full_attention_inv_freq"
         return getattr(rotary, name)
+
+
+def _plain_weight(linear: nn.Module) -> Tensor | None:
+    """Return the weight of a plain linear layer; None if it is quantised, adapted or offloaded."""
+    if type(linear) is not nn.Linear or not linear.weight.is_floating_point():
+        return None
+    return None if linear.weight.is_meta else linear.weight
 
 
 def of_full_layers(config: Any) -> Any:

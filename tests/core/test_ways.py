@@ -209,6 +209,8 @@ def with_parts_apart(model, folder):
         ("adakv", with_parts_apart),
         ("h2o", with_parts_apart),
         ("xkv", with_layers_in_memory),
+        ("condense", with_parts_apart),
+        ("kvzip-plus", with_layers_in_memory),
     ],
     "prefixkv",
 )

@@ -12,7 +12,7 @@ import mmkv
 from helpers.configs import CONFIGS
 from helpers.marks import cases
 from helpers.masking import Feed, masked_logits
-from helpers.models import PAD, make_inputs
+from helpers.models import PAD, make_inputs, make_model
 from helpers.oracle import generate, short
 
 ROWS = (60, 31, 44)
@@ -85,3 +85,27 @@ def test_quantised_weights_compress_like_others(loaded, name, bits, policy):
     assert sum(x.untyped_storage().nbytes() for x in codes) < 0.4 * cache.nbytes
     again, *_ = generate(model, inputs, new=6)
     assert torch.equal(again, plain), "unwrapping leaves the model as it was"
+
+
+def test_layers_without_a_weight_are_scored_by_their_outputs():
+    """As torch's dynamically quantised layers, whose `weight` is a method."""
+    model, inputs = make_model("llama"), make_inputs("llama", ROWS)
+    kept = []
+    for hidden in (False, True):
+        if hidden:
+            for layer in model.model.layers:
+                layer.self_attn.o_proj = _Weightless(layer.self_attn.o_proj)
+        with mmkv.wrapped(model, "condense", 0.4, least=0, heads="uniform"):
+            *_, held = generate(model, inputs, new=3)
+        kept.append(held[0])
+    for with_weight, without in zip(*kept, strict=True):
+        assert torch.equal(with_weight, without)
+
+
+class _Weightless(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.run, self.in_features = linear.forward, linear.in_features
+
+    def forward(self, x):
+        return self.run(x)
