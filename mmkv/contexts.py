@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mmkv import context_files, context_texts, digest
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
-from mmkv.calls import CACHE, cache_in, refuse_soft_prompt, unwrap_container
+from mmkv.calls import CACHE, cache_in, has_pictures, refuse_soft_prompt, unwrap_container
 from mmkv.context_files import GRIDS, TOKENWISE
 from mmkv.context_texts import Opened
 from mmkv.report import CacheReport
@@ -110,9 +110,10 @@ class Context:
         Raises:
             ValueError: the context has several rows and the number of questions differs; the model
                 was wrapped again since; a text or messages without a processor; or several beams or
-                replies for a picture after pictures with grids (Qwen).
+                replies for a picture after pictures.
         """
-        arguments = self.arguments_for(self._encoded(inputs, processor, ends=True)[0])
+        question, _ = self._encoded(inputs, processor, ends=True)
+        arguments = self.arguments_for(question)
         start = arguments["input_ids"].shape[1]
         # What one leaves unset `generate` takes from the next.
         configs = options.get("generation_config"), self.model.generation_config
@@ -122,7 +123,7 @@ class Context:
             n_replies = max(n_replies, next(filter(None, given), 1))
         if n_replies > 1:
             # `generate` counts the context's pictures too when it repeats what a tower returned.
-            if "mm_encoder_outputs" in arguments and any(x in GRIDS for x in self.inputs):
+            if has_pictures(question) and self._has_pictures:
                 raise ValueError(
                     f"{n_replies} beams or replies for a question with pictures, after a context "
                     "with pictures: ask for one reply, with num_beams=1 and num_return_sequences=1"
@@ -134,12 +135,18 @@ class Context:
         out.sequences = out.sequences[:, start:]
         return out
 
+    @property
+    def _has_pictures(self) -> bool:
+        """Whether tokens of the context are of images or videos."""
+        ids, tokens = self.inputs["input_ids"], attachment_of(self.model).parts.image_token_ids
+        return bool(torch.isin(ids, torch.tensor(tokens, device=ids.device)).any())
+
     def arguments_for(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `generate` for a question, with a copy of the cache."""
         self._check_weights()
         cache = copy.deepcopy(self.cache)
         cache.context_length = cache.get_seq_length()
-        return {**self._with_context(inputs, cache), CACHE: cache}
+        return self._with_context(inputs, cache, asks=True)
 
     def append(
         self, inputs: Input, *, processor: Any = None, prefill_chunk_size: int | None = None
@@ -156,8 +163,9 @@ class Context:
         """
         self._check_weights()
         new, opened = self._encoded(inputs, processor, ends=False)
-        arguments = self._with_context(new, self.cache)
-        self.cache = _read(self.model, {**arguments, CACHE: self.cache}, prefill_chunk_size)
+        # A copy, so that an interruption leaves the context as it is.
+        arguments = self._with_context(new, copy.deepcopy(self.cache), asks=False)
+        self.cache = _read(self.model, arguments, prefill_chunk_size)
         self.inputs, self.opened = _turn_inputs(arguments), opened
 
     def _check_weights(self) -> None:
@@ -184,17 +192,22 @@ class Context:
         what = f"{type(self.model).__name__}, {rows} x {seen} tokens, {self.nbytes} bytes"
         return f"Context({what}, {self.cache.plan.describe()})"
 
-    def _with_context(self, inputs: Mapping[str, Any], cache: CompressedCache) -> dict[str, Any]:
-        """Return the arguments of `generate`: old and new tokens, and the new pictures."""
+    def _with_context(
+        self, inputs: Mapping[str, Any], cache: CompressedCache, *, asks: bool
+    ) -> dict[str, Any]:
+        """Return the arguments of `generate`: old and new tokens, the new pictures, and the cache.
+
+        If it `asks`, a context of one row is repeated for all rows of `inputs`.
+        """
         new_inputs = _tensors(inputs, self.model)
         earlier, n_new = self.inputs, len(new_inputs["input_ids"])
         rows = len(earlier["input_ids"])
         if new_inputs["input_ids"].shape[1] == 0:
             raise ValueError("no tokens to add to the context: give at least one")
-        if rows != n_new and (rows != 1 or cache is self.cache):
+        if rows != n_new and (rows != 1 or not asks):
             raise ValueError(
                 f"{n_new} rows for a context of {rows}: give one row for each row of the context"
-                + ("" if cache is self.cache else ", or read one row and ask many questions")
+                + (", or read one row and ask many questions" if asks else "")
             )
         grids = [name for name in new_inputs if name in GRIDS]
         if grids and n_new > 1:
@@ -205,7 +218,7 @@ class Context:
             cache.batch_repeat_interleave(n_new)
             earlier = {name: torch.cat([x] * n_new) for name, x in earlier.items()}
         cache.rope_deltas = None  # positions are counted from all tokens and grids
-        arguments: dict[str, Any] = dict(new_inputs)
+        arguments: dict[str, Any] = {**new_inputs, CACHE: cache}
         if grids:
             arguments |= _features(self.model, arguments)
         for name, old in earlier.items():

@@ -34,7 +34,8 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
     """Check that the wrapped model can continue this cache.
 
     Raises:
-        ValueError: it is of another kind, or was made by another model or with another policy.
+        ValueError: it is of another kind, was made by another model or with another policy, or was
+            interrupted within a pass.
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(
@@ -42,6 +43,7 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
             "a CompressedCache: pass none, or mmkv.unwrap(model) first"
         )
     checks.check_plan(cache, attachment.parts.config, attachment.plan)
+    checks.check_whole(cache)
 
 
 @torch.compiler.disable

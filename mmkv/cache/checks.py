@@ -149,10 +149,11 @@ def _generated(cache: CacheState, seen: Tensor) -> Tensor:
 
 
 def check_whole(cache: CacheState) -> None:
-    """Raise ValueError after an interrupted pass: some layers have seen fewer tokens."""
-    seen = {x.seen for x in cache.compressed}
-    if len(seen) > 1:
+    """Raise ValueError after an interrupted pass, whose tokens some layers have not stored."""
+    seen = [x.seen for x in cache.compressed]
+    marked = 0 if cache.prompt is None else cache.prompt.valid.shape[1]
+    if (least := min(seen)) < (most := max(*seen, marked)):
         raise ValueError(
-            f"this CompressedCache was interrupted within a pass (its layers have seen "
-            f"{min(seen)} to {max(seen)} tokens): start a new one"
+            f"this CompressedCache was interrupted within a pass (some layers have stored {least} "
+            f"of {most} tokens): start a new one"
         )

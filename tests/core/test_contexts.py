@@ -140,14 +140,14 @@ def test_appended_frames_equal_all_frames(name):
         context = mmkv.read(model, frames[0])
         context.append(frames[1])
         assert torch.equal(context.ask(frames[2], **options), want)
+        with pytest.raises(ValueError, match=r"2 beams or replies .* num_beams=1"):
+            context.ask(frames[2], num_beams=2, **options)
         if "image_grid_thw" in whole:
             encoded = context.arguments_for(frames[2])["mm_encoder_outputs"]["image"]
             assert not encoded.pooler_output[0].requires_grad
             two = {k: x.expand(2, -1) if k in TOKENWISE else x for k, x in frames[2].items()}
             with pytest.raises(ValueError, match="image_grid_thw for 2 rows"):
                 context.ask(two, **options)
-            with pytest.raises(ValueError, match=r"2 beams or replies .* num_beams=1"):
-                context.ask(frames[2], num_beams=2, **options)
     with mmkv.wrapped(model, "condense", 25):
         context = mmkv.read(model, frames[0])
         sizes = []
@@ -195,6 +195,23 @@ def test_append_equals_a_turn(models, policy):
             assert torch.equal(context.cache.kept(i), want.kept(i))
         assert ask(context, question(5, rows=2))[1].shape == (2, NEW)
     assert context.cache.lengths == [80, 61]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_interrupted_append_leaves_the_context_as_it_is(models, layer):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    model, inputs, more = models("llama"), make_inputs("llama", (60,)), question(20)
+    with mmkv.wrapped(model, "condense", 0.4, least=0):
+        context, other = mmkv.read(model, inputs), mmkv.read(model, inputs)
+        stop = model.model.layers[layer].register_forward_pre_hook(interrupt)
+        with stop, pytest.raises(KeyboardInterrupt):
+            context.append(more)
+        assert torch.equal(ask(context, question(5))[0], ask(other, question(5))[0])
+        context.append(more)
+        other.append(more)
+        assert torch.equal(ask(context, question(5))[0], ask(other, question(5))[0])
 
 
 def storage(context):

@@ -90,9 +90,26 @@ class TestOurAttentionRuns:
             ending = text_model.model.layers[1].register_forward_pre_hook(interrupt)
             with ending, pytest.raises(KeyboardInterrupt):
                 text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
-            with pytest.raises(ValueError, match=r"interrupted.*40 to 41 tokens.*start a new"):
+            with pytest.raises(ValueError, match=r"interrupted.*40 of 41 tokens.*start a new"):
                 text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
             assert generate(text_model, inputs, new=3)[2].get_seq_length() == 42
+
+    @pytest.mark.parametrize("layer", [0, 1])
+    def test_continuing_interrupted_turn_raises(self, text_model, layer):
+        """Though no layer has stored the turn's tokens, if it ended in layer 0."""
+        inputs = make_inputs("llama", (40,))
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
+            _, said, cache, _ = generate(text_model, inputs, new=3)
+            turn = continued(inputs, said, said.flip(1))
+            ending = text_model.model.layers[layer].register_forward_pre_hook(interrupt)
+            with ending, pytest.raises(KeyboardInterrupt):
+                generate(text_model, turn, new=3, past_key_values=cache)
+            with pytest.raises(ValueError, match=r"interrupted.*42 of 46 tokens.*start a new"):
+                generate(text_model, turn, new=3, past_key_values=cache)
 
 
 class TestMasksOverThePast:
