@@ -193,6 +193,11 @@ def _check_engine(config: Any) -> None:
         (model.uses_mrope, "positions of three axes (M-RoPE)", "serve this model without mmkv"),
         (config.lora_config, "LoRA", "merge the adapter into the model"),
         (
+            model.using_transformers_backend(),
+            "transformers' implementation of a model, as it cannot read its rotary embedding",
+            "leave --model-impl out",
+        ),
+        (
             any(getattr(parallel, x, 1) > 1 for x in sizes),
             "a model that is split over processes",
             "use --data-parallel-size",
