@@ -78,7 +78,7 @@ def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path) -> None:
         created(tiny, given, tensor_parallel_size=2)
     with pytest.raises(ValueError, match="leave --disable-hybrid-kv-cache-manager out"):
         created(tiny, given, disable_hybrid_kv_cache_manager=True)
-    with pytest.raises(ValueError, match=r"transformers' implementation .*: leave --model-impl out"):
+    with pytest.raises(ValueError, match=r"transformers' implementation .*: leave --model-impl"):
         created(tiny, given, model_impl="transformers")
     with pytest.raises(ValueError, match="pooling: serve this model without mmkv"):
         created(tiny, given, runner="pooling")
