@@ -94,7 +94,10 @@ class Batch:
         the full cache's own reply; [] if there is none."""
         each = zip(self.indices, self.samples, self.answers, strict=True)
         full = self.job.full
-        return [answer if s.goes_on else full.get(i, {}).get("reply", []) for i, s, answer in each]
+        return [
+            answer if s.is_continuation else full.get(i, {}).get("reply", [])
+            for i, s, answer in each
+        ]
 
     @cached_property
     def full(self) -> list[Tensor]:
@@ -202,7 +205,7 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
         for row, sample, answer, ids in each:
             row["new_tokens"] = len(ids)
             if records_reply:
-                n = max(0, len(answer if sample.goes_on else ids) - 1)
+                n = max(0, len(answer if sample.is_continuation else ids) - 1)
                 row |= {"reply": ids, "divergence_sum": 0.0, "next_sum": n, "next_tokens": n}
             if generates:
                 text = job.encoder.decode(ids).strip()
@@ -235,7 +238,7 @@ def _add_scores(
             row["next_tokens"] = scored.compared[i]
             row["divergences"] = [float(f"{x:.4g}") for x in scored.divergences[i]]
             # Equal next tokens give the same greedy reply.
-            if not (sample.goes_on or batch.job.by_generate):
+            if not (sample.is_continuation or batch.job.by_generate):
                 row["same"] = float(scored.same[i] == scored.compared[i])
 
 

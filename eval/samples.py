@@ -93,7 +93,7 @@ class Sample:
         return data | {"images": list(map(_picture_digest, self.images))}
 
     @property
-    def goes_on(self) -> bool:
+    def is_continuation(self) -> bool:
         """Whether the prompt is a plain text and the answer its continuation."""
         return bool(self.answers) and not self.chat and self.metric is None
 

@@ -56,7 +56,7 @@ def save(
     weights: str,
     cache: CompressedCache,
     inputs: dict[str, Tensor],
-    opened: dict[str, Any],
+    chat: dict[str, Any],
 ) -> None:
     """Write a context; `load` reads it. Arguments are those of `mmkv.Context`."""
     _check_whole(model)
@@ -70,7 +70,7 @@ def save(
         "plan": _plan(cache.plan),
         "weights": weights,
         "dtype": str(model.dtype),
-        **opened,
+        **chat,
         "task": cache.plan.task,
         "learned": cache.plan.learned or [],
     }
@@ -90,7 +90,7 @@ def load(
     """Return cache, inputs, chat state and weights of a context; errors name the file."""
     _check_whole(model)
     attachment = attachment_of(model)
-    attachment.settle()
+    attachment.complete_plan()
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             header = _read_header((file.metadata() or {}).get(FORMAT))
@@ -100,9 +100,9 @@ def load(
         written = header.pop("digest")
         if written != digest.of_tensors(tensors, json.dumps(header, sort_keys=True)):
             raise ValueError("damaged: its content is not what was written")
-        opened = {name: tuple(header[name]) for name in ("roles", "pictures")}
-        opened["lead"] = header["lead"]
-        return *_restored(attachment, header, tensors), opened, header["weights"]
+        chat = {name: tuple(header[name]) for name in ("roles", "pictures")}
+        chat["lead"] = header["lead"]
+        return *_restored(attachment, header, tensors), chat, header["weights"]
     except (OSError, SafetensorError, ValueError) as error:
         prefix = "" if isinstance(error, ValueError) else "unreadable: "
         raise ValueError(f"context {os.fspath(path)}: {prefix}{error}") from None

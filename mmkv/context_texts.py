@@ -22,18 +22,18 @@ _BETWEEN = "\n\n"  # between two texts of one message
 
 
 @dataclass(frozen=True)
-class Opened:
+class ChatState:
     """State of a context's chat, which later texts and messages continue."""
 
     roles: tuple[str, ...] = ()  # of the messages, the last one the user's; () if no chat
     pictures: tuple[int, ...] = ()  # in each message: templates may count them
-    # Behind a text: white space before the next one, tokenized together with it.
+    # After a text: white space before the next one, tokenized together with it.
     lead: str = ""
 
 
 def encode(
-    inputs: Any, processor: Any, earlier: Opened | None, *, ends: bool
-) -> tuple[Mapping[str, Any], Opened]:
+    inputs: Any, processor: Any, earlier: ChatState | None, *, ends: bool
+) -> tuple[Mapping[str, Any], ChatState]:
     """Return the model's inputs of a prompt or question, and the state of the chat after them.
 
     Args:
@@ -43,11 +43,11 @@ def encode(
         ends: whether a reply follows.
     """
     if isinstance(inputs, Mapping):
-        return inputs, earlier or Opened()
+        return inputs, earlier or ChatState()
     if isinstance(inputs, Tensor):
         if inputs.ndim not in (1, 2) or inputs.is_floating_point() or inputs.dtype == torch.bool:
             raise ValueError(f"ids of {inputs.dtype} {list(inputs.shape)}: expected ints, [B, N]")
-        return {"input_ids": inputs.long().view(-1, inputs.shape[-1])}, earlier or Opened()
+        return {"input_ids": inputs.long().view(-1, inputs.shape[-1])}, earlier or ChatState()
     texts: list[Any] = [inputs] if isinstance(inputs, str) else []
     if isinstance(inputs, list | tuple):
         texts = list(inputs)
@@ -71,12 +71,14 @@ def encode(
     if earlier.roles if earlier else encoder.chat_template is not None:
         encoded = [_chat([{"role": "user", "content": x}], encoder, earlier, ends) for x in texts]
         return left_padded([encoded_inputs for encoded_inputs, _ in encoded]), encoded[0][1]
-    return left_padded([_tokens(encoder, text, begins=earlier is None) for text in texts]), Opened()
+    return left_padded(
+        [_tokens(encoder, text, begins=earlier is None) for text in texts]
+    ), ChatState()
 
 
 def _chat(
-    messages: Sequence[Mapping[str, Any]], processor: Any, earlier: Opened | None, ends: bool
-) -> tuple[Mapping[str, Any], Opened]:
+    messages: Sequence[Mapping[str, Any]], processor: Any, earlier: ChatState | None, ends: bool
+) -> tuple[Mapping[str, Any], ChatState]:
     """Return the inputs of chat messages, and the state of the chat; see `encode`."""
     if processor.chat_template is None:
         raise ValueError("the processor has no template for chat messages: give a text")
@@ -84,17 +86,17 @@ def _chat(
         raise ValueError(
             "chat messages cannot continue a context of ids or plain text: give a text"
         )
-    text, pictures, opened = _rendered(processor, earlier, messages, ends=ends)
+    text, pictures, chat = _rendered(processor, earlier, messages, ends=ends)
     if earlier is not None:
         text = _new_text(processor, earlier, messages, text, ends=ends)
     cut = text if ends else text.rstrip()
     inputs = _tokens(processor, cut, pictures, begins=earlier is None)
-    return inputs, replace(opened, lead=text[len(cut) :] if opened.lead else "")
+    return inputs, replace(chat, lead=text[len(cut) :] if chat.lead else "")
 
 
 def _new_text(
     processor: Any,
-    earlier: Opened,
+    earlier: ChatState,
     messages: Sequence[Mapping[str, Any]],
     marked: str,
     *,
@@ -102,8 +104,8 @@ def _new_text(
 ) -> str:
     """Return the template's text of the new messages, with the blanks before it.
 
-    `marked` is the text of the whole chat with a mark before the new messages. Behind an earlier
-    text, the new one follows the mark. Behind a picture, or at the start of a message, a template
+    `marked` is the text of the whole chat with a mark before the new messages. After an earlier
+    text, the new one follows the mark. After a picture, or at the start of a message, a template
     may write other blanks before the mark than before a picture. There the whole chat is rendered
     without a mark, and the text of the earlier messages is removed from its start.
     """
@@ -122,12 +124,12 @@ def _new_text(
 
 def _rendered(
     processor: Any,
-    earlier: Opened | None,
+    earlier: ChatState | None,
     new: Sequence[Mapping[str, Any]],
     *,
     ends: bool,
     starts: bool = True,
-) -> tuple[str, list[Any], Opened]:
+) -> tuple[str, list[Any], ChatState]:
     """Return the template's text, the new pictures, and the state of the whole chat.
 
     Earlier messages are rendered without their content, which is not stored; with `starts` a mark
@@ -174,7 +176,7 @@ def _rendered(
             raise ValueError("the chat template leaves out a text: give ids instead")
     if not ends:
         text = text.rpartition(_END)[0]
-    return text, pictures, Opened(tuple(role for role, _ in turns), tuple(counts), between)
+    return text, pictures, ChatState(tuple(role for role, _ in turns), tuple(counts), between)
 
 
 def _content(processor: Any, parts: list[Any]) -> Any:

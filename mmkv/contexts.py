@@ -25,7 +25,7 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.calls import CACHE, cache_in, has_pictures, refuse_soft_prompt, unwrap_container
 from mmkv.context_files import GRIDS, TOKENWISE
-from mmkv.context_texts import Opened
+from mmkv.context_texts import ChatState
 from mmkv.report import CacheReport
 
 # Output of a processor; a text, or several; chat messages; ids.
@@ -46,7 +46,7 @@ class Context:
         cache: the `CompressedCache` with the kept pairs.
         inputs: the tokens read and the other inputs per token, [B, T], and grids of pictures.
         processor: encodes texts and messages; None where only encoded inputs are used.
-        opened: state of the chat, which later texts and messages continue.
+        chat: state of the chat, which later texts and messages continue.
         weights: hash of the weights and active adapters that read it, see `mmkv.digest`; None for
             offloaded weights, which cannot be hashed or compared.
     """
@@ -55,7 +55,7 @@ class Context:
     cache: CompressedCache
     inputs: dict[str, Tensor]
     processor: Any = None
-    opened: Opened = Opened()
+    chat: ChatState = ChatState()
     weights: str | None = None
 
     @property
@@ -162,11 +162,11 @@ class Context:
             ValueError: another number of rows, or a text or messages without a processor.
         """
         self._check_weights()
-        new, opened = self._encoded(inputs, processor, ends=False)
+        new, chat = self._encoded(inputs, processor, ends=False)
         # A copy, so that an interruption leaves the context as it is.
         arguments = self._with_context(new, copy.deepcopy(self.cache), asks=False)
         self.cache = _read(self.model, arguments, prefill_chunk_size)
-        self.inputs, self.opened = _turn_inputs(arguments), opened
+        self.inputs, self.chat = _turn_inputs(arguments), chat
 
     def _check_weights(self) -> None:
         """Check that the model is wrapped, with the weights and adapters that read the context.
@@ -183,9 +183,9 @@ class Context:
 
     def _encoded(
         self, inputs: Input, processor: Any, *, ends: bool
-    ) -> tuple[Mapping[str, Any], Opened]:
+    ) -> tuple[Mapping[str, Any], ChatState]:
         processor = self.processor if processor is None else processor
-        return context_texts.encode(inputs, processor, self.opened, ends=ends)
+        return context_texts.encode(inputs, processor, self.chat, ends=ends)
 
     def __repr__(self) -> str:
         rows, seen = self.inputs["attention_mask"].shape
@@ -242,8 +242,8 @@ class Context:
         self._check_weights()
         if self.weights is None:
             raise ValueError("a context of offloaded weights cannot be saved: load the model whole")
-        opened = asdict(self.opened)
-        context_files.save(path, self.model, self.weights, self.cache, self.inputs, opened)
+        chat = asdict(self.chat)
+        context_files.save(path, self.model, self.weights, self.cache, self.inputs, chat)
 
 
 def read(
@@ -267,10 +267,10 @@ def read(
     attachment_of(model)  # raises ValueError for a model that is not wrapped
     inner = unwrap_container(model)
     refuse_soft_prompt(model)
-    encoded, opened = context_texts.encode(inputs, processor, None, ends=False)
+    encoded, chat = context_texts.encode(inputs, processor, None, ends=False)
     tensors = _tensors(encoded, inner)
     cache = _read(inner, tensors, prefill_chunk_size)
-    return Context(inner, cache, _turn_inputs(tensors), processor, opened, weights_of(inner))
+    return Context(inner, cache, _turn_inputs(tensors), processor, chat, weights_of(inner))
 
 
 def weights_of(model: Any) -> str | None:
@@ -304,8 +304,8 @@ def load_context(
     refuse_soft_prompt(model)
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"expected the path of a context's file, not a {type(path).__name__}")
-    cache, inputs, opened, weights = context_files.load(path, inner)
-    return Context(inner, cache, inputs, processor, Opened(**opened), weights)
+    cache, inputs, chat, weights = context_files.load(path, inner)
+    return Context(inner, cache, inputs, processor, ChatState(**chat), weights)
 
 
 def _read(model: Any, arguments: dict[str, Any], chunk: int | None) -> CompressedCache:

@@ -70,7 +70,7 @@ class Policy:
     paper: ClassVar[str] = ""
     keeps_all: ClassVar[bool] = False
     # Options that the class derives from others, so that they cannot be set.
-    settled: ClassVar[tuple[str, ...]] = ()
+    derived: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         """Check every option and the combination of parts."""
@@ -104,7 +104,7 @@ class Policy:
             ValueError: no part reads an option, or a part refuses a value or a combination.
         """
         for option in options:
-            if option in cls.settled:
+            if option in cls.derived:
                 raise ValueError(
                     f"option {option!r} has no effect on policy {cls.name!r}, where it follows "
                     "from others: remove it"
@@ -155,7 +155,7 @@ class Policy:
             if field.name in KINDS:
                 options[field.name] = "none" if value is None else value.name
                 options |= {} if value is None else value.options()
-        return {k: v for k, v in options.items() if k not in self.settled}
+        return {k: v for k, v in options.items() if k not in self.derived}
 
     @classmethod
     def options(cls) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def wrap(
     vars(model)["_mmkv"] = attachment
     try:
         attachment.attach()
-        attachment.settle()
+        attachment.complete_plan()
     except BaseException:
         unwrap(model)
         raise

@@ -32,7 +32,7 @@ class Squeeze(Policy):
     recent: float = 0.5
     layers: Layers = SqueezeLayers(p=0.35)
     decode: Decode = Fixed()
-    settled = ("score", "decode")  # set by the base
+    derived = ("score", "decode")  # set by the base
 
     @classmethod
     def start(cls, **options: Any) -> Self:

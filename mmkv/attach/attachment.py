@@ -49,7 +49,7 @@ class Attachment:
         model: the wrapped model.
         parts: its decoder, layers and attention modules.
         plan: policy, budget and profile; for the model's type, and with the copy probe's head
-            sizes, once it is settled.
+            sizes, once it is complete.
         compressed: the layers that are compressed.
     """
 
@@ -60,7 +60,7 @@ class Attachment:
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._remembers = False
 
-    def settle(self) -> None:
+    def complete_plan(self) -> None:
         """Plan for the model's type, which may change, and run the copy probe.
 
         The probe runs once, if head sizes wait for it and the model can run by now.
@@ -70,7 +70,7 @@ class Attachment:
             _, head_dim = self.parts.pair_shape(self.compressed[0])
             self.plan = for_type(self.plan, model.dtype.itemsize, head_dim)
         if self.plan.waits_for_probe:
-            self.plan = copy_probe.settled(self, self.plan)
+            self.plan = copy_probe.completed(self, self.plan)
 
     def remember_inputs(self) -> None:
         """Record the inputs of attention modules in all later passes that repeat a prompt."""
@@ -202,7 +202,7 @@ def prepare_cache(
     **kwargs: Any,
 ) -> None:
     """Replace `_prepare_cache_for_generation`: make a compressed cache, or continue one."""
-    attachment.settle()
+    attachment.complete_plan()
     mode = kwargs.get("generation_mode", args[0] if args else "")
     name = generation_config.cache_implementation
     if name not in (None, "dynamic"):

@@ -129,7 +129,7 @@ def cached(attachment: Attachment) -> Profile:
     return profile
 
 
-def settled(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
+def completed(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
     """Return a plan that waits for the copy probe with the head sizes that it gives.
 
     While the model has no weights or is in training mode, return the plan unchanged.

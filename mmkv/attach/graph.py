@@ -82,7 +82,7 @@ class Runner:
     def __init__(self, model: nn.Module, compile_config: Any = None) -> None:
         self.model = model
         self.why_not: str | None = None
-        self.clock: GraphInputs | None = None
+        self.graph_inputs: GraphInputs | None = None
         self.inputs: dict[str, Any] = {}
         self.ahead = AHEAD
         self.warm = False
@@ -96,7 +96,7 @@ class Runner:
             self.why_not is None
             and _decodes(cache, inputs)
             # After a row's first drop its slots follow another rule (H2O).
-            and (self.clock is not None or not any(b.schedule.filling for b in cache.blocks))
+            and (self.graph_inputs is not None or not any(b.schedule.filling for b in cache.blocks))
         ):
             try:
                 return self._on_device(cache, inputs)
@@ -108,23 +108,23 @@ class Runner:
         return self.model(**inputs)
 
     def _on_device(self, cache: CompressedCache, inputs: dict[str, Any]) -> Any:
-        if self.clock is None:
+        if self.graph_inputs is None:
             place = cache.blocks[0].positions.new_zeros(())
             row, in_window = (place.new_zeros(1, dtype=torch.int64) for _ in range(2))
-            self.clock = cache.clock = GraphInputs(row, place, in_window)
-        if cache.clock is not self.clock:
+            self.graph_inputs = cache.graph_inputs = GraphInputs(row, place, in_window)
+        if cache.graph_inputs is not self.graph_inputs:
             raise NotCapturableError("the cache was changed between two steps")
         self._take(inputs)
         if not all(b.fits for b in cache.blocks):
             self.warm, self.replay, self.out = False, None, None
             _reserve(cache, self.ahead)
             self.ahead *= 2
-        self.clock.row.fill_(step_of(cache.blocks))  # fills do not wait for the device
-        self.clock.position.fill_(position := cache.get_seq_length())
+        self.graph_inputs.row.fill_(step_of(cache.blocks))  # fills do not wait for the device
+        self.graph_inputs.position.fill_(position := cache.get_seq_length())
         with outside_inference_mode():
             for layer in cache.compressed:
                 layer.keeping().stored.make_room(position)
-        self.clock.place.fill_(cache.compressed[0].keeping().stored.place_of(position))
+        self.graph_inputs.place.fill_(cache.compressed[0].keeping().stored.place_of(position))
         if not self.warm:
             with refusing_waits(), _undone(cache, always=False):
                 out = self._step(cache)
@@ -133,7 +133,9 @@ class Runner:
         if self.replay is None:
             with _undone(cache, always=True):
                 # The capture records the step without running it; the replay below runs it.
-                self.replay, self.out = capture(lambda: self._step(cache), self.clock.row.device)
+                self.replay, self.out = capture(
+                    lambda: self._step(cache), self.graph_inputs.row.device
+                )
         for layer in cache.compressed:
             layer.seen += 1
         for block in cache.blocks:
@@ -143,11 +145,11 @@ class Runner:
         return type(self.out)(**outputs, **{CACHE: cache})
 
     def _step(self, cache: CompressedCache) -> Any:
-        cache.on_clock = True
+        cache.in_graph = True
         try:
             return self.model(**self.inputs)
         finally:
-            cache.on_clock = False
+            cache.in_graph = False
 
     def _take(self, inputs: dict[str, Any]) -> None:
         """Copy the step's inputs to the tensors that the graph reads."""
@@ -169,7 +171,7 @@ class Runner:
 
     def _give_up(self, cache: CompressedCache, reason: str, level: int) -> None:
         self.why_not, self.replay, self.out, self.inputs = reason, None, None, {}
-        cache.clock = None
+        cache.graph_inputs = None
         logger.log(level, "decoding without a CUDA graph: %s", reason)
 
 

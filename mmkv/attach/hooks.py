@@ -90,7 +90,7 @@ def before_decoder(
         raise ValueError(
             "a wrapped model is for inference: call model.eval(), or to train it mmkv.unwrap(model)"
         )
-    attachment.settle()
+    attachment.complete_plan()
     kwargs = _named(module, args, kwargs)
     cache: Any = cache_in(kwargs)
     running = current.get()
@@ -117,7 +117,7 @@ def before_decoder(
     embeds = kwargs.get("inputs_embeds")
     tokens = kwargs["input_ids"] if embeds is None else embeds
     if cache.short_positions is not None:
-        longrope.settle(attachment, cache, tokens.shape[1], kwargs.get("position_ids"))
+        longrope.use_one_frequency(attachment, cache, tokens.shape[1], kwargs.get("position_ids"))
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict) or (isinstance(mask, Tensor) and mask.ndim == 4):
         # Gemma 3 and PaliGemma make the 4-D mask above the decoder: use the model's own argument.
@@ -163,7 +163,7 @@ def _begin_step(cache: CompressedCache, running: ForwardPass, mask: Any, tokens:
     # `generate` only appends ones to its mask, and reading it would wait for the GPU.
     needs_mask = q > 1 or tokens.device.type == "cpu" or not running.generating
     cache.step(running, _mask(mask, tokens, seen) if needs_mask else None, q)
-    fed = not (running.generating or cache.on_clock)  # by a caller's own loop
+    fed = not (running.generating or cache.in_graph)  # by a caller's own loop
     if fed and cache.short_positions is not None and running.ids is not None:
         cache.remember(running.ids, seen + q)  # they may have to be read again
 

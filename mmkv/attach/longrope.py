@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mmkv.attach.attachment import Attachment
 
 
-def settle(
+def use_one_frequency(
     attachment: Attachment, cache: CompressedCache, q: int, positions: Tensor | None
 ) -> None:
     """Before a pass of q tokens, make all tokens have the same frequencies.

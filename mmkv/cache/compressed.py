@@ -101,7 +101,7 @@ class CompressedCache(CacheState):
         assert isinstance(phase, Reading)
         if seen == 0:
             self.plan = self.plan.started()
-        self.clock, plan = None, self.plan
+        self.graph_inputs, plan = None, self.plan
         checks.check_whole(self)
         earlier_valid = self.valid_tokens(seen)
         if earlier_valid is not None and earlier is not None:
@@ -152,7 +152,7 @@ class CompressedCache(CacheState):
         running.cache = self
         blocks = self.blocks
         plan_slots([b.schedule for b in blocks])
-        if not self.on_clock:
+        if not self.in_graph:
             with outside_inference_mode():
                 for block in blocks:
                     block.schedule.look_up(block.positions.device)
@@ -240,8 +240,8 @@ class CompressedCache(CacheState):
                 "turn and the cache to model.generate"
             )
         masked = None if running.masked is None else running.masked.to(call.key.device)
-        clock = self.clock if self.on_clock else None
-        step = Step(layer.seen - q, q, call.scale, call.softcap, clock)
+        graph_inputs = self.graph_inputs if self.in_graph else None
+        step = Step(layer.seen - q, q, call.scale, call.softcap, graph_inputs)
         # Codes are multiplied in float32.
         quantised = self.plan.kv_dtype is not None
         with no_autocast(call.key.device) if quantised else nullcontext():

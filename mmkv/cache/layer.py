@@ -215,11 +215,11 @@ class KeptKV:
     def _write(self, new: Sequence[Tensor], step: Step) -> None:
         """Choose slots for the new tokens, and write their pairs, which `stored.new` returned."""
         slots = [b.append(step) for b in self.blocks]
-        if step.clock is None:
+        if step.graph_inputs is None:
             self.fit()
             self.stored.write(new, slots, step.first)
         else:
-            self.stored.place(new, slots, step.clock.place)
+            self.stored.place(new, slots, step.graph_inputs.place)
 
     def fit(self) -> None:
         """Make room for pairs in all slots of the blocks."""

@@ -32,19 +32,19 @@ class Step:
         q: how many new tokens there are.
         scale: factor of the query-key products.
         softcap: bound of the logits (Gemma 2), or None.
-        clock: position and slots of a step that a CUDA graph replays; None: it is not replayed.
+        graph_inputs: position and slots of a step that a CUDA graph replays; None: no graph does.
     """
 
     first: int
     q: int
     scale: float
     softcap: float | None = None
-    clock: GraphInputs | None = None
+    graph_inputs: GraphInputs | None = None
 
     @property
     def position(self) -> int | Tensor:
         """The first position; a tensor in a replayed step."""
-        return self.first if self.clock is None else self.clock.position
+        return self.first if self.graph_inputs is None else self.graph_inputs.position
 
 
 @dataclass(eq=False)
@@ -148,10 +148,10 @@ class PaddedBlock:
             The first of q consecutive slots, the same for all rows; or int64 [R or 1], the
             slot of one token in each row.
         """
-        if step.clock is None:
+        if step.graph_inputs is None:
             return self._append(step.q, step.first)
-        slots = self.schedule.slots_at(step.clock.row)
-        self._fill(slots, step.clock.position)
+        slots = self.schedule.slots_at(step.graph_inputs.row)
+        self._fill(slots, step.graph_inputs.position)
         return slots
 
     def attend(self, query: Tensor, pairs: Pairs, masked: Tensor | None, step: Step) -> Tensor:

@@ -32,8 +32,8 @@ class CacheState(CacheContents):
 
     def __init__(self, config: Any, plan: CacheConfig, *, max_length: int = 0) -> None:
         # The inputs of replayed steps (`mmkv.attach.graph`), and whether this step reads them.
-        self.clock: GraphInputs | None = None
-        self.on_clock = False
+        self.graph_inputs: GraphInputs | None = None
+        self.in_graph = False
         layers = layers_of(config)
         super().__init__(layers=layers)
         self.compressed = [x for x in layers if isinstance(x, CompressedLayer)]
@@ -65,7 +65,7 @@ class CacheState(CacheContents):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, not kept."""
-        if self.on_clock:
+        if self.in_graph:
             raise NotCapturableError("the model asks the cache for the number of tokens each step")
         return self.get_query_offset(layer_idx)
 
@@ -131,7 +131,7 @@ class CacheState(CacheContents):
             if wrong := [row for row in batch.tolist() if not -B <= row < B]:
                 raise IndexError(f"row {wrong[0]}: the cache has {B} rows, numbered from 0")
             batch = batch % B
-        self.clock = None
+        self.graph_inputs = None
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
                 with outside_inference_mode():
@@ -149,7 +149,8 @@ class CacheState(CacheContents):
     def reset(self) -> None:
         """Drop everything, ready for a new prompt."""
         super().reset()
-        self.prompt, self.phase, self.clock, self.sizes_learned = None, Reading(), None, False
+        self.prompt, self.phase, self.graph_inputs = None, Reading(), None
+        self.sizes_learned = False
         self.rope_deltas = self.ids = self.context_length = None
         self.long = False
 

@@ -155,7 +155,7 @@ def test_texts_and_turns_are_one_conversation(system, tmp_path):
         context.save(tmp_path / "read")
         loaded = mmkv.load_context(tmp_path / "read", model, processor=tokenizer)
         assert seen(loaded, "Who?") == seen(context, "Who?")
-        assert loaded.opened == context.opened
+        assert loaded.chat == context.chat
         assert loaded.answer("Who?", **FEW) == context.answer("Who?", **FEW)
         ends_blank = mmkv.read(model, [*before, turn("One.\n")], processor=tokenizer)
         ends_blank.append([said])

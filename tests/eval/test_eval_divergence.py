@@ -133,8 +133,8 @@ def test_rows(model, samples, tmp_path):
     full = {r["index"]: r for r in rows if r["policy"] == "full"}
     assert full.keys() == set(range(len(samples)))
     for i, sample in enumerate(samples):
-        along = len(sample.answers[0].split()) if sample.goes_on else len(full[i]["reply"])
-        assert sample.goes_on == bool(i % 2)
+        along = len(sample.answers[0].split()) if sample.is_continuation else len(full[i]["reply"])
+        assert sample.is_continuation == bool(i % 2)
         assert (full[i]["divergence_sum"], full[i]["next_sum"]) == (0, along - 1)
         for row in rows:
             if row["index"] != i:
@@ -185,7 +185,7 @@ def test_same_reply_is_known_without_generating_it(model, samples, tmp_path, mon
     found = set()
     for one, other in zip(compared, generated, strict=True):
         assert (one["policy"], one["budget"]) == (other["policy"], other["budget"])
-        if one["policy"] != "full" and not samples[one["index"]].goes_on:
+        if one["policy"] != "full" and not samples[one["index"]].is_continuation:
             assert one["same"] == other["same"]
             found.add(one["same"])
     assert found == {0.0, 1.0}
