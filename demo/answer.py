@@ -58,7 +58,7 @@ class Answer:
 
     Attributes:
         prompt: inputs of the whole conversation.
-        reads_again: True if the last answer's cache cannot be used and all of it is read again.
+        reads_again: True if the whole conversation is read again, without the last answer's cache.
         cache: the model's cache; None before the first token.
         done: True once no token will follow.
     """

@@ -213,7 +213,7 @@ class Conversation:
         kept, yielded_at = None, 0.0
         try:
             yield turn
-            # The compressed one first: only this one can be refused.
+            # The compressed side steps first: only its cache can raise a ValueError.
             while compressed.step() | full.step():
                 # The kept tokens of the prompt, read before the first decode step.
                 kept = kept or kept_of(loaded, compressed.prompt, compressed.cache, all_pictures)

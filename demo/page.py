@@ -162,7 +162,7 @@ def _floor_chosen(least: Any) -> Any:
 
 
 def _unit_chosen(unit: str) -> Any:
-    """Show the type of kept pairs where the budget is of tokens: bytes set it too."""
+    """Show the control of the pairs' type if the budget is of tokens; bytes set the type."""
     return gr.update(visible=unit == _TOKENS)
 
 

@@ -101,14 +101,12 @@ def split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def budget_list(
-    text: str | None, default: str, memory: str | None = None, kv_dtype: str | None = None
-) -> list[float | int]:
+def budget_list(text: str | None, default: str, memory: str | None = None) -> list[float | int]:
     """Parse an option's budgets, or shares of bytes in their place; without both, the default's.
 
     Prints a note on each that may not be what the user meant.
     """
-    check_alone(memory, budgets=text, kv_dtype=kv_dtype)
+    check_alone(memory, budgets=text)
     if memory is not None:
         return parse_list(memory, Memory.of, "memory")
     budgets = parse_list(default if text is None else text)

@@ -4,8 +4,8 @@ Feng et al., "Taming the Fragility of KV Cache Eviction in LLM Inference", arXiv
 is at least the mean of these maxima over all tokens. As in the authors' code,
 https://github.com/FFY0/DefensiveKV, attention is averaged over neighbouring keys before the maximum
 and multiplied by the head's share of the norms of W_O v. The tokens that make up 0.9 of a head's
-attention are kept first; the 0.9 is lowered by the attention on the `window` tokens before the
-window (by its variables' names, the code means the window itself).
+attention are kept first. As in that code, the 0.9 is lowered by the attention on the `window`
+tokens before the window; the names of its variables suggest that the window itself was meant.
 
 In later turns heads hold different tokens, and shares are computed from the heads' mean norms.
 """

@@ -20,6 +20,7 @@ from mmkv.layer_inputs import LayerInputs, rotate
 from mmkv.parts import NonNegativeFloat, NonNegativeInt, PositiveInt, register_part
 from mmkv.policy import Heads, Policy, Score
 from mmkv.registry import register_policy
+from mmkv.scores.attention import scale_of
 from mmkv.sizes.heads import AdaptiveHeads
 
 
@@ -51,7 +52,7 @@ class ExpectedAttention(Score):
         softcap of some layers is ignored.
         """
         (B, Hq, Q, D), (H, N) = layer.query.shape, layer.key.shape[1:3]
-        factor, valid = D**-0.5 if layer.scale is None else layer.scale, layer.valid
+        factor, valid = scale_of(D, layer.scale), layer.valid
         counted = valid & (valid.cumsum(-1) > self.skip)
         observed = counted[:, N - Q :]
         n, absent = observed.sum(-1).clamp(min=1)[:, None, None], ~observed[:, None, :, None]

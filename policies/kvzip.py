@@ -7,9 +7,9 @@ piece and its repetition. In the authors' code, https://github.com/snu-mllab/KVz
 prompt serves as sinks; 4 sinks are as in kvpress (`KVzipPress`). This costs one more prefill.
 Pictures are repeated by their embeddings.
 
-A policy has no tokenizer, so the request to repeat is given as token ids (`instruction`); by
-default there is none. From the second piece on, the authors' code uses another request, with the 8
-tokens before the piece; here all pieces have the same request. In a later turn only that turn is
+A policy has no tokenizer, so the instruction to repeat is given as token ids (`instruction`); by
+default there is none. From the second piece on, the authors' code uses another instruction, with
+the 8 tokens before the piece; here all pieces have the same one. In a later turn only that turn is
 repeated, and earlier tokens keep their scores.
 """
 

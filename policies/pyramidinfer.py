@@ -37,7 +37,7 @@ class GeometricLayers(Layers):
         return [geometric(L, total, decay=decay, max_size=length) for total, length in row_sizes]
 
 
-def geometric(n_layers: int, total: int, *, decay: float = 0.95, max_size: int) -> list[int]:
+def geometric(n_layers: int, total: int, *, decay: float, max_size: int) -> list[int]:
     """Return sizes that shrink by the same factor from each layer to the next.
 
     Layers whose share exceeds `max_size` keep `max_size`, and the series starts after them.
@@ -45,8 +45,7 @@ def geometric(n_layers: int, total: int, *, decay: float = 0.95, max_size: int) 
     Args:
         n_layers: number of layers.
         total: tokens to spend over all layers.
-        decay: size of a layer over that of the one before, in (0, 1]. By the default the last of
-            32 layers keeps a fifth of what the first keeps.
+        decay: size of a layer over that of the one before, in (0, 1].
         max_size: most tokens of a layer.
 
     Returns:

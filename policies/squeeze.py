@@ -2,9 +2,9 @@
 
 Wang et al., "SqueezeAttention: 2D Management of KV-Cache in LLM Inference via Layer-wise Optimal
 Budget", arXiv 2404.04793, algorithm 1. It sizes layers; `base` chooses the tokens. As in the paper
-the layers of the last group get `p` times the mean size; the authors' code,
+the layers in the cluster of the highest similarity get `p` times the mean size; the authors' code,
 https://github.com/hetailang/SqueezeAttention, gives them a share of the prompt (`KV_class3`), and
-assumes 8,000 tokens for every prompt of a Mistral; here the real length is used.
+assumes that prompts of Mistral models have 8,000 tokens; here the real length is used.
 """
 
 from dataclasses import dataclass

@@ -49,7 +49,7 @@ class SparsityLayers(Layers):
     """Layers of sparse attention keep fewer tokens (VL-Cache, arXiv 2410.23317, section 4.1).
 
     Options:
-        threshold: attention below this share of a query's largest counts as 0, in (0, 1).
+        threshold: attention below this share of a query's largest counts as 0, in (0, 1].
     """
 
     threshold: PositiveShare = 0.01

@@ -85,7 +85,10 @@ def make_rows(setting: Setting, *, kvpress: bool) -> list[Row]:
     for variant in parse_variants(policies):
         text = variant.label
         if variant.hidden or variant.evict_chunks:
-            raise ValueError(f"policy {text!r}: the bench knows neither questions nor chunks")
+            raise ValueError(
+                f"policy {text!r}: mmkv bench measures neither question=hidden nor evict_chunks: "
+                "leave them out"
+            )
         policy, options = variant.policy, variant.recorded
         if not policy.takes_budget:
             rows.append(Row(text, policy.name, options=options))

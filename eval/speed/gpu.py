@@ -3,10 +3,10 @@
     python -m mmkv.eval.speed.gpu --out DIR --minutes 7.5
     python -m mmkv.eval.speed.gpu --tables docs/gpu/h100.jsonl    the tables of docs/gpu.md
 
-The parts run in the order of their worth, each as a process with a time limit, so one that fails or
-hangs costs no other. Each row is written to DIR/gpu.jsonl as soon as it is measured. Only torch,
-transformers, accelerate and mmkv are needed, and pytest for the tests. `--tiny` measures toy sizes
-on a CPU, to try the command itself.
+The most important parts run first, each in a process with a time limit, so that one that fails or
+hangs does not affect the others. Each row is written to DIR/gpu.jsonl as soon as it is measured.
+Only torch, transformers, accelerate and mmkv are needed, and pytest for the tests. `--tiny` tries
+the command itself, with toy sizes on a CPU.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Sizes:
         return cls(weights, body, head_bytes, experts, routed, layers, hidden, itemsize)
 
     def read(self, tokens: int) -> float:
-        """Return the bytes of weights that so many tokens pass, routed evenly, in one forward."""
+        """Return the bytes of weights that a pass over so many tokens reads, if routed evenly."""
         return self.body + self.head + self.experts * (1 - (1 - self.routed) ** tokens)
 
 

@@ -15,7 +15,7 @@ from mmkv.eval.suites import files
 LENGTH = 1024  # tokens of a prompt and its continuation
 # Where the context before a hidden question, the prompt and the answer end, as shares of LENGTH.
 _SHARES = (0.65625, 0.75, 1)
-_MOST_LETTERS = 12  # per token; the rest of a text is not read
+_MOST_CHARACTERS = 12  # per token; the rest of a text is not read
 SUFFIXES = (".txt", ".md", ".py")
 NOTE = "texts are novels or the user's own"
 
@@ -24,7 +24,7 @@ def load(request: Request) -> Iterator[Sample]:
     """Yield a sample of each text that is long enough, cut between two words of one line."""
     length, any_text = request.length or LENGTH, False
     for name, whole in files.texts(request.data, *SUFFIXES):
-        text = whole[: _MOST_LETTERS * length]
+        text = whole[: _MOST_CHARACTERS * length]
         context_end, start, end = cuts(text, request.count, [x * length for x in _SHARES])
         if end is not None:
             any_text = True

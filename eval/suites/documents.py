@@ -1,8 +1,8 @@
 """Real documents: continued text, summaries, short questions and a planted number.
 
 Data is the package's novels, a folder of `.txt` files, or one such file.
-Only the number has a reference answer: summaries and short answers are compared with the model's
-own replies with the full cache.
+Continued text and the number have reference answers; summaries and short answers are compared with
+the model's own replies with the full cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADJECTIVES = ("quiet", "northern", "golden", "broken", "crooked", "silver", "hi
 _NOUNS = ("harbor", "orchard", "archive", "lantern", "workshop", "cellar", "bridge", "granary")
 # Three small letters before it, unlike in "Mrs." and "p.", and a capital after it.
 _SENTENCE_END = re.compile(r"(?<=[a-z]{3})[.!?][\"'”’)]*(?=\s+\W?[A-Z]|\s*$)")
-_LETTERS = 6  # per token, more than in prose: keeps an excerpt's start far from the end
+_CHARACTERS = 6  # per token, more than in prose: keeps an excerpt's start far from the end
 
 
 def load(request: Request) -> Iterator[Sample]:
@@ -68,7 +68,7 @@ def texts_of(data: Path, tokens: int, count: Callable[[str], int]) -> list[tuple
     folders: dict[str, list[tuple[str, str]]] = {}
     for name in names:
         text = texts[name]
-        if count(text[: 2 * _LETTERS * tokens]) >= tokens:
+        if count(text[: 2 * _CHARACTERS * tokens]) >= tokens:
             folders.setdefault(name.rpartition("/")[0], []).append((name, text))
     if not folders:
         raise DataError(f"{data}: no .txt file of {tokens} tokens or more")
@@ -81,9 +81,9 @@ def _sample(
     """Return sample `number` of a task: an excerpt of `size` tokens that begins a paragraph."""
     rng = random.Random(f"documents:{task}:{number}:{name}")
     tokens = size + FOLLOWS
-    starts = [match.end() for match in re.finditer(r"\n+", text[: -_LETTERS * tokens])]
+    starts = [match.end() for match in re.finditer(r"\n+", text[: -_CHARACTERS * tokens])]
     start = rng.choice([0, *starts])
-    text = text[start : start + 2 * _LETTERS * tokens]
+    text = text[start : start + 2 * _CHARACTERS * tokens]
     start, end = (place or len(text) for place in cuts(text, count, (size, tokens)))
     sample = TASKS[task](text[:start], text[start:end].strip(), number, rng)
     folder = name.rpartition("/")[0]

@@ -26,7 +26,7 @@ _SHIPPED = {
     "types": "Name the types that the text above describes.",
     "debugger": "How do you break into the debugger at a certain line? Answer in one sentence.",
 }
-_MOST_LETTERS = 3600  # of a shipped document
+_MOST_CHARACTERS = 3600  # of a shipped document
 
 
 def load(request: Request) -> Iterator[Sample]:
@@ -42,8 +42,8 @@ def _shipped() -> Iterator[list[tuple[str, str]]]:
     topics = files.documentation()
     for name, question in _SHIPPED.items():
         text = topics[name].strip()
-        if len(text) > _MOST_LETTERS:  # cut between two paragraphs
-            text = text[:_MOST_LETTERS].rpartition("\n\n")[0]
+        if len(text) > _MOST_CHARACTERS:  # cut between two paragraphs
+            text = text[:_MOST_CHARACTERS].rpartition("\n\n")[0]
         yield [("user", f"{text}\n\n{question}")]
 
 

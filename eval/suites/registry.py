@@ -49,7 +49,7 @@ def load_suite(
 
     Args:
         name: of the suite.
-        data: a path, or "drawings" or "novels"; None is the first of these that the suite has.
+        data: a path, or a word of the suite, such as "novels"; None is its first word.
         first: samples before this number are left out.
 
     Raises:

@@ -14,7 +14,7 @@ from mmkv.loading.names import NAMES, SMOLLM2_VISION
 if TYPE_CHECKING:
     import torch
 
-# Printed below its answers, since those about photos are meaningless.
+# What a built-in model recognises, printed beside its answers.
 KNOWS = {SMOLLM2_VISION: "of pictures this model knows only drawn shapes, words and numbers"}
 
 __all__ = ["KNOWS", "example_pictures", "load_builtin"]

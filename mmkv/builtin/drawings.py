@@ -24,7 +24,7 @@ Point = tuple[float, float]
 Kind = Literal["shape", "word", "number"]
 Split = Literal["train", "heldout"]
 
-# Seeds draw from them in this order.
+# The scene of a seed depends on this order.
 COLORS: dict[str, tuple[int, int, int]] = {
     "red": (215, 40, 40),
     "orange": (245, 140, 25),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _TEXTS = (".txt", ".md")
-# Characters of the question's ends that are printed if it is longer than both.
+# Of a question of more than three times as many characters, so many at each end are printed.
 _SHOWN = 200
 _OUT = Path("out")
 
@@ -127,7 +127,7 @@ def chat(
         temperature=temperature,
         seed=seed,
     )
-    settings.chosen()
+    settings.chosen()  # raises for a wrong option before the model is loaded
     if not words:
         from mmkv.cli.converse import converse
 
@@ -306,7 +306,7 @@ def verdict(full: Side, compressed: Side) -> list[str]:
     lines = ["same answer"]
     if part is not None:
         ends = " / ".join(" ".join(x[part : part + 5]) or "(end)" for x in (words, others))
-        lines = [f"the answers part after {part} of {len(words)} words: {ends}"]
+        lines = [f"the answers differ after {part} of {len(words)} words: {ends}"]
     lines.append(f"cache: {compressed.size}")
     # The first tokens of a few would time the setup.
     if full.rate and compressed.rate and min(full.tokens, compressed.tokens) >= 32:

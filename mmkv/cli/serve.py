@@ -92,7 +92,7 @@ def probe(model: ModelArgument) -> None:
 
 
 def _probe(model: str, path: str) -> None:
-    """Save how much a model's heads copy where the plugin looks for it."""
+    """Measure a model's copy scores, and save them in the file that the plugin reads."""
     from mmkv import chat, wrapping
     from mmkv.vllm import probes
 

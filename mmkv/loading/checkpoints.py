@@ -75,7 +75,7 @@ def load(
     Args:
         path: the folder, with `config.json`, a tokenizer and safetensors.
         vision_tower: the folder of its CLIP tower, if the checkpoint does not contain it; by
-            default a folder of that name in or beside `path`.
+            default a folder named as in `mm_vision_tower` in or beside `path`.
         dtype: of the weights; by default that of the configuration.
 
     Returns:

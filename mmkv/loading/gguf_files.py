@@ -88,7 +88,8 @@ def _parsed_once() -> Generator[None]:
 def converted(path: Path, *, make: bool = True) -> Path | None:
     """Return the folder of a GGUF file's model in safetensors; convert the file if necessary.
 
-    None if the cache folder is not writable, or `make` is False: the caller reads the file itself.
+    None if the cache folder is not writable, or if `make` is False and the file is not converted
+    yet: the caller reads the file itself.
     """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:

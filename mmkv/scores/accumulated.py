@@ -58,7 +58,9 @@ class AccumulatedAttention(Score):
         scores = accumulated_attention(layer.query, layer.key, **layer.attention)
         if self.value == "norm":
             scores = scores * values.value_norms(layer, scores.shape[2])
-        elif self.value == "output":  # without CriticalKV's constant, so that chunks add up
+        elif (
+            self.value == "output"
+        ):  # without CriticalKV's constant, so that scores of chunks can be added
             scores = scores * values.output_norms(layer, scores.shape[2])
         return scores
 

@@ -1,4 +1,4 @@
-"""Attention of some queries in float32, computed in tiles, for scores.
+"""Attention of the last queries in float32, for scores.
 
 Scores by attention use the layer's `scale`, `softcap` and, where it is not causal, `mask`. They are
 float32 inside `torch.autocast` too, which is turned off here. Shape letters as in `mmkv.scores`.

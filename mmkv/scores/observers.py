@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mmkv.layer_inputs import Rotation, rotate
 from mmkv.parts import NonNegativeInt, PositiveInt, Score, register_part
+from mmkv.scores.attention import scale_of
 from mmkv.scores.runs import Observed, runs_observed, whole_observed
 from mmkv.tensors import largest, rows, tile
 
@@ -129,7 +130,7 @@ def observer_scores(
     (B, H, N, D), Q = key.shape, query.shape[2]
     if valid is None:
         valid = torch.ones(B, N, dtype=torch.bool, device=key.device)
-    settings = _Settings(run, stride, whole, D**-0.5 if scale is None else scale, softcap)
+    settings = _Settings(run, stride, whole, scale_of(D, scale), softcap)
     if root is not None:
         root = root.to(key.device).unflatten(1, (H, -1))
     if key.device.type != "cpu":

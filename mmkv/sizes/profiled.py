@@ -74,7 +74,7 @@ class HeadTable:
 
         Args:
             n_candidates: int64 [B], the most tokens that a head can keep.
-            H: the number of heads; 1 where no token is dropped, as none is scored then.
+            H: the number of heads; 1 if no token is dropped, as heads are not scored then.
             layer_idx: the index of the layer.
             totals: int64 [B], what all heads keep together.
 

@@ -94,7 +94,7 @@ class TestChat:
 
     @pytest.mark.slow
     def test_a_picture_is_read_once_and_asked_again_from_a_file(self, capsys, picture, tmp_path):
-        """With all tokens kept, what a file is asked is what the whole prompt answers."""
+        """With all tokens kept, the context file gives the same answer as the whole prompt."""
         whole = ("--budget", "1.0", "--json", "--max-new-tokens", "12")
         asked, answers = (*whole, "--context", tmp_path / "scene"), {}
         for i, question in enumerate((QUESTION, "Is there a ring?", QUESTION)):
@@ -402,7 +402,7 @@ def test_serve_runs_vllm_with_the_plugins_options(capsys, monkeypatch, size, nam
 
 
 def test_serve_measures_unmeasured_heads(monkeypatch):
-    """Where the plugin looks for them; what is there stays."""
+    """They are saved where the plugin reads them; a second start measures nothing."""
     asked: list[str] = []
     loaded = SimpleNamespace(model=make_model("llama"))
     monkeypatch.setattr(chat, "load", lambda name, *_: asked.append(name) or loaded)
@@ -571,7 +571,7 @@ def test_verdict_gives_first_difference_and_gain():
     assert len(verdict(full, dataclasses.replace(same, tokens=31))) == 2
     other = dataclasses.replace(same, text="a red box", rate=None, nbytes=5000)
     assert verdict(full, other) == [
-        "the answers part after 2 of 6 words: ring on the left / box",
+        "the answers differ after 2 of 6 words: ring on the left / box",
         "cache: 4.9 of 4.0 KiB (122%), prompt too short to compress",
     ]
 

@@ -26,7 +26,7 @@ POLICIES = ["prefixkv", "adakv", "h2o", "condense"]
 def model():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "head_dim": D}
     model = zoo.build("LlamaForCausalLM", LlamaConfig(**configs.TEXT | sizes), "sdpa")
-    # What is alive by now need not be looked at each time: that is what takes long.
+    # Each search for storages then skips the objects that exist by now.
     gc.collect()
     gc.freeze()
     return model
@@ -45,7 +45,7 @@ def held_since(before: dict[int, int]) -> int:
 
 
 def of_groups(cache) -> int:
-    """Bytes that say which tokens groups have, and what these weigh."""
+    """Bytes of the groups' members and weights."""
     indices = [x.state.group_index for x in cache.layers]
     found = [None if x is None else x.planes for x in indices]
     found += [b.log_weights for x in cache.layers for b in x.blocks]

@@ -52,7 +52,7 @@ def stops(x):
 def test_failed_capture_leaves_nothing(cuda, step, error, said):
     """Neither the stream, nor the device, nor an allocator that thinks the capture goes on.
 
-    The error told is the step's own, not that the capture could not be ended.
+    The error is the step's own, not the failure to end the capture.
     """
     x = OnDevice(torch.ones(3))
     with pytest.raises(error, match=said):

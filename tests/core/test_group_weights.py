@@ -20,7 +20,7 @@ B, H, G, U, D, M = 2, 2, 3, 14, 4, 5
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("together", [2**20, 1])
 def test_weights_equal_the_loop(softcap, together, monkeypatch):
-    """Slot 0 is empty, slot 1 one token, and some tokens are none and hold anything."""
+    """Slot 0 is empty, slot 1 has one token, and empty positions hold arbitrary values."""
     monkeypatch.setattr(reference, "tile", lambda device: together)
     keys, query = random(B, H, U, D), random(B, H * G, 6, D, seed=1)
     slot = torch.randint(2, M, (B, H, U), generator=torch.Generator().manual_seed(2))

@@ -15,7 +15,7 @@ from helpers.oracle import Variant
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 OPTIONS = (("score", "small-keys"), ("power", 2.0))
-# Every way to size layers and heads, to merge and to drop generated tokens.
+# Several ways to size layers and heads, to merge and to drop generated tokens.
 VARIANTS = [
     Variant("knorm", OPTIONS),
     Variant("knorm", (*OPTIONS, ("heads", "adaptive"))),

@@ -159,27 +159,12 @@ def test_row_kept_whole_continues_as_alone(models, policy, decode):
     torch.testing.assert_close(together[:, :1], alone, atol=1e-4, rtol=0)
 
 
-def test_conversations_of_one_model_may_alternate():
-    """Models with three axes of positions remember how far the last call's pictures moved text."""
-    model = zoo.model_of("Qwen2_5_VLForConditionalGeneration")
-    first, other = (zoo.prompt(model, (60 + 28 * i,), seed=i, pictures=1 + i) for i in range(2))
-
-    def talk(between):
-        _, words, cache, _ = generate(model, first, new=3)
-        if between:
-            model.generate(**other, max_new_tokens=2)
-        turn = zoo.next_turn(model, first, words, picture=False)
-        return generate(model, turn, new=SECOND, past_key_values=cache)[0]
-
-    alone = talk(between=False)
-    with mmkv.wrapped(model, "condense", 1.0):
-        torch.testing.assert_close(talk(between=False), alone, atol=1e-4, rtol=0)
-        torch.testing.assert_close(talk(between=True), alone, atol=1e-4, rtol=0)
-
-
 @pytest.mark.slow
 def test_a_streamer_may_start_another_conversation_of_the_model():
-    """It gets the prompt before the cache is made, and each token between two passes."""
+    """It gets the prompt before the cache is made, and each token between two passes.
+
+    Models with three axes of positions store how far the last call's pictures moved text.
+    """
     model = zoo.model_of("Qwen2_5_VLForConditionalGeneration")
     first, other = (zoo.prompt(model, (60 + 28 * i,), seed=i, pictures=1 + i) for i in range(2))
 

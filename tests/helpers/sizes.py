@@ -15,9 +15,6 @@ def row_sizes(
     n_layers: int,
     length: int,
     floor: int,
-    fractions: Any = None,
-    scores: Any = None,
-    measured: Any = (),
 ) -> list[int]:
     """Tokens that each layer keeps of a row of which the first `floor` tokens must stay.
 
@@ -26,22 +23,12 @@ def row_sizes(
         n_layers: L.
         length: of the row.
         floor: of each layer.
-        fractions: [L], of a profile.
-        scores: [L, C], of the C tokens behind the floor.
-        measured: [L].
     """
     valid = torch.ones(1, length, dtype=torch.bool)
     must = torch.arange(length)[None] < floor
     hosted: Any = [length], [0], [floor], [floor], [0], [1.0], [False]
     prompt = TokenMasks(valid, ~valid, valid, must, must, *hosted)
-    given: Any = ()
-    if scores is not None:
-        there = floor + torch.arange(scores.shape[1])[None, None]
-        given = [x[None, None] for x in scores], [there] * n_layers
-    measured = [x[None] for x in measured]
-    (found,) = sizes_of_rows(
-        CacheConfig(policy, budget, fractions), prompt, n_layers, *given, measured=measured
-    )
+    (found,) = sizes_of_rows(CacheConfig(policy, budget), prompt, n_layers)
     return found
 
 

@@ -120,7 +120,7 @@ def second_turn(model, policy: str, picture: bool) -> None:
     *((name, False) for name in FEW[1::3]),
 )
 def test_a_second_turn_equals_masking(name, picture):
-    """A conversation goes on: positions count what was said, not what was kept."""
+    """Positions count all tokens seen, not only those kept."""
     second_turn(model_of(name), "h2o", picture)
 
 
@@ -314,7 +314,7 @@ def test_unwrap_restores_falcon_forward():
 
 @cases("name", [*OWN_DECODER, *SHELLS[::3]], *FEW[::2])
 def test_beams_at_full_budget_are_the_plain_beams(name):
-    """Rows move with everything they have, in layers that slide too."""
+    """Beam search reorders rows in all layers, those with sliding windows included."""
     model = model_of(name)
     inputs = inputs_of(model, "padded")
     options = {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}

@@ -1,4 +1,4 @@
-"""A real checkpoint under the defaults: what a user asks on the first day is not lost."""
+"""SmolLM2-135M with condense: short questions and planted numbers are answered."""
 
 import importlib.util
 from pydoc_data.topics import topics

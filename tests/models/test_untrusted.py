@@ -1,4 +1,4 @@
-"""Files from strangers run no code, leave no folder and fill no memory: each is refused by name."""
+"""Untrusted files run no code, read nothing outside their folder, and use bounded memory."""
 
 import json
 import pickle

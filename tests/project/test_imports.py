@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_imports_run_downward_without_cycles(tmp_path):
     """In copies of the sources, laid out as they import: mmkv/policies, mmkv/eval, mmkv/demo."""
-    ignore = shutil.ignore_patterns("__pycache__", "weights", "pictures")
+    ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "mmkv", tmp_path / "mmkv", ignore=ignore)
     for name in ("policies", "eval", "demo"):
         shutil.copytree(ROOT / name, tmp_path / "mmkv" / name, ignore=ignore)

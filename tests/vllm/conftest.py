@@ -66,7 +66,7 @@ collect = gc.collect
 
 @pytest.fixture(scope="session", autouse=True)
 def no_search_for_garbage() -> Iterator[None]:
-    """vLLM looks for garbage eight times an engine, in all that is imported: 6 seconds."""
+    """Disable gc.collect: vLLM calls it eight times an engine, 6 seconds in all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gc, "collect", lambda generation=2: 0)
         yield

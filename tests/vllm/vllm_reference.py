@@ -50,7 +50,7 @@ class Reference:
         self.model, self.shares, self.keep = model, shares, keep
         self.least, self.always, self.block = least, always, block
         self.kept: dict[tuple[int, int], Pairs] = {}
-        self.boundary, self.margin = 0, math.inf
+        self.boundary = 0
 
     def size(self, share: float, tokens: int) -> int:
         target = max(1, round(self.least * share), math.ceil(share * tokens))
@@ -75,16 +75,13 @@ class Reference:
             elif self.boundary == T:
                 size = self.size(self.shares[layer, h], T)
                 if size < T:
-                    weight = self.output(module)[:, h * group * D : (h + 1) * group * D]
+                    weight = module.o_proj.weight[:, h * group * D : (h + 1) * group * D]
                     weight = weight.unflatten(1, (group, D)).transpose(0, 1)
                     self.kept[layer, h] = self.keep(q, k, v, scale, size, weight, self.rotary(T))
             logits = q @ k.T * scale + bias
             later = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
             outputs.append(logits.masked_fill(later, -torch.inf).softmax(-1) @ v)
         return torch.cat(outputs).transpose(0, 1)[None].contiguous()
-
-    def output(self, module: Any) -> Tensor:
-        return module.o_proj.weight
 
     def rotary(self, tokens: int) -> Rotary:
         embedding = self.model.get_decoder().rotary_emb
@@ -96,7 +93,7 @@ class Reference:
         self, ids: list[int], n: int, boundary: int | None = None, **inputs: Any
     ) -> list[int]:
         """Return n tokens; the prompt is compressed at its end, or at a boundary before."""
-        self.kept, self.boundary, self.margin = {}, len(ids), math.inf
+        self.kept, self.boundary = {}, len(ids)
         if boundary is not None:
             self.boundary = boundary
         active[:] = [self]
@@ -106,10 +103,8 @@ class Reference:
             new, inputs = new[:, self.boundary :], {}
         for _ in range(n):
             logits = self.model(new, past_key_values=cache, logits_to_keep=1, **inputs).logits
-            best, inputs = logits[0, -1].topk(2), {}
-            self.margin = min(self.margin, float(best.values[0] - best.values[1]))
-            out.append(int(best.indices[0]))
-            new = best.indices[None, :1]
+            new, inputs = logits[:, -1].argmax(-1, keepdim=True), {}
+            out.append(int(new))
         return out
 
 
