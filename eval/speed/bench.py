@@ -29,7 +29,7 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import named
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval.speed import models
-from mmkv.eval.speed.rival import Worker, nearest_press, press_label
+from mmkv.eval.speed.kvpress_worker import Worker, nearest_press, press_label
 from mmkv.eval.store import describe_environment
 from mmkv.eval.variants import parse_variants
 from mmkv.memory import Memory
@@ -112,7 +112,7 @@ class Bench:
     until: float = math.inf  # deadline by `time.monotonic`; one round is always made
 
     def __post_init__(self) -> None:
-        self.order, self.stopped = random.Random(0), False  # stopped by Ctrl-C
+        self.rng, self.stopped = random.Random(0), False  # stopped by Ctrl-C
         self.warm = _WARM_GPU if self.model.device.type == "cuda" else _WARM_CPU
         self.rows = make_rows(self.setting, kvpress=self.worker is not None)
 
@@ -136,7 +136,7 @@ class Bench:
                 break
             tell(f"round {rounds_done + 1}")
             rows = [row for row in self.rows if not row.note]
-            self.order.shuffle(rows)
+            self.rng.shuffle(rows)
             done = [(row, len(row.prefill_s), len(row.step_s)) for row in self.rows]
             try:
                 for group in [[row] for row in rows] if one_by_one else [rows]:
@@ -173,7 +173,7 @@ class Bench:
             # A row alone takes all of its steps, as many as the rows of the other turns.
             if i and len(rows) > 1 and time.monotonic() > self.until:
                 break
-            for row, reply in self.order.sample(replies, len(replies)):
+            for row, reply in self.rng.sample(replies, len(replies)):
                 if not row.note:
                     with _noting_failure(row):
                         seconds, row.cache_bytes = next(reply)

@@ -105,7 +105,7 @@ def bench_command(
 
     # These import torch.
     from mmkv.eval.speed.bench import BOUND, Bench, Setting, make_rows
-    from mmkv.eval.speed.rival import Worker
+    from mmkv.eval.speed.kvpress_worker import Worker
 
     setting = Setting(model, prompt, new, batch, tuple(split(policies)), sizes, rounds)
     make_rows(setting, kvpress=False)

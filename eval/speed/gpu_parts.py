@@ -173,8 +173,8 @@ def tests(bench: Bench) -> None:
     bench.put("tests", rc=process.returncode, tail=process.stdout.strip().splitlines()[-12:])
 
 
-def profile_like_a_real_model(model: Any) -> Any:
-    """Return head sizes as a copy probe finds them in a language model: few heads are large."""
+def skewed_profile(model: Any) -> Any:
+    """Return a profile of made-up copy scores, of which few are high, as in a language model."""
     from mmkv import adapters
     from mmkv.profiles import Profile
 
@@ -230,7 +230,7 @@ def _rows(
     settings: list[tuple[int, int]], model: Any
 ) -> Iterator[tuple[tuple[int, int], tuple[str, str | None, bool, dict[str, Any]]]]:
     """Yield settings and rows: a label, a policy or None, whether cuDNN may be chosen, options."""
-    profile = {"profile": profile_like_a_real_model(model)}
+    profile = {"profile": skewed_profile(model)}
     rows: list[tuple[str, str | None, bool, dict[str, Any]]] = [
         ("unwrapped", None, False, {}),
         ("full", "full", False, {}),
@@ -301,7 +301,7 @@ def prefill(bench: Bench) -> None:
                 bench.put("prefill", N=tokens, row=label or "unwrapped", note="no time was left")
                 return
             twin = calls.twin(model)
-            heads = {"profile": profile_like_a_real_model(model)} if label == "condense" else {}
+            heads = {"profile": skewed_profile(model)} if label == "condense" else {}
             if label:
                 mmkv.wrap(twin, label, 0.2, **heads)
 

@@ -148,10 +148,7 @@ CODED = Variant("snapkv", (("kv_dtype", "int4"),))
 
 @cases("variant", [*READING, CODED], Variant("prefixkv"), CODED, ids=str)
 def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
-    """Three times for masks; once for sizes by all layers; once a layer for each of two numbers.
-
-    These are the sizes of heads that depend on scores, and the bits of a group's number.
-    """
+    """`allowed` counts the waits for masks, a second pass, sizes, and bits of a group's number."""
     inputs, model = on_gpu(make_inputs("llama", ROWS["padded"])), there("llama")
     L = model.config.num_hidden_layers
 

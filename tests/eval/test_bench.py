@@ -18,7 +18,7 @@ from helpers.commands import complaint, run
 from helpers.marks import cases
 from helpers.memory import Outputs
 from mmkv import calls
-from mmkv.eval.speed import bench, models, plan, rival
+from mmkv.eval.speed import bench, kvpress_worker, models, plan
 from mmkv.memory import Memory
 
 TOY = ("llama", (64, 96, 3, 4, 4, 256, 8192))
@@ -367,14 +367,14 @@ def test_bad_input_is_one_line(capsys, monkeypatch, words, part):
 class TestKvpress:
     def test_nearest_press(self):
         def press(policy, budget=0.2, **options):
-            return rival.nearest_press(mmkv.get_policy(policy, **options), budget, 1000)
+            return kvpress_worker.nearest_press(mmkv.get_policy(policy, **options), budget, 1000)
 
         assert press("snapkv", window=16, kernel_size=3) == {
             "name": "SnapKVPress",
             "options": {"compression_ratio": 0.8, "window_size": 16, "kernel_size": 3},
         }
         assert press("snapkv", 100)["options"]["compression_ratio"] == pytest.approx(0.9)
-        assert rival.press_label(press("adakv")) == "AdaKVPress(SnapKVPress)"
+        assert kvpress_worker.press_label(press("adakv")) == "AdaKVPress(SnapKVPress)"
         assert press("adakv")["options"] == {"alpha_safeguard": 0.5}
         assert press("pyramidkv")["name"] == "PyramidKVPress"
         assert press("h2o")["eager"]
@@ -421,7 +421,7 @@ class TestKvpress:
         )
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setitem(models.SHAPES, "toy", TOY)
-        with closing(rival.Worker(sys.executable)) as worker:
+        with closing(kvpress_worker.Worker(sys.executable)) as worker:
             worker.load("toy", model)
             assert worker.versions["torch"] == version("torch")
             found = toy_bench(model, worker, policies=("snapkv", "adakv")).run()
@@ -445,7 +445,7 @@ class TestKvpress:
         path.write_text(f"#!{sys.executable}\nimport sys\n{body}")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         with (
-            closing(rival.Worker(path)) as worker,
+            closing(kvpress_worker.Worker(path)) as worker,
             pytest.raises(ValueError, match=f"--kvpress-python: .*{why}"),
         ):
             worker.load("tiny", model)

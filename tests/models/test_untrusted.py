@@ -64,15 +64,15 @@ def test_pickled_weights_are_not_loaded(tmp_path, load):
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_rivals_process_loads_no_pickled_weights(tmp_path):
+def test_kvpress_process_loads_no_pickled_weights(tmp_path):
     model = make_model("llama")
     model.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     asked = {"path": str(tmp_path), "device": "cpu", "dtype": "float32"}
-    rival = Replies()
+    replies = Replies()
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
-        rival.load(**asked, threads=torch.get_num_threads())
+        replies.load(**asked, threads=torch.get_num_threads())
 
 
 @pytest.mark.parametrize("load", [chat.load, lambda x: chat.load(x, device_map="cpu")])

@@ -301,7 +301,7 @@ class TestCommands:
         monkeypatch.setattr("mmkv.eval.sizing.token_counter", lambda name: len)
         monkeypatch.setattr("mmkv.eval.compare.Comparison", reached)
         monkeypatch.setattr("mmkv.eval.speed.cli._load", reached)
-        monkeypatch.setattr("mmkv.eval.speed.rival.Worker", lambda python: ExitStack())
+        monkeypatch.setattr("mmkv.eval.speed.kvpress_worker.Worker", lambda python: ExitStack())
         with pytest.raises(Reached):
             commands.main(words[1:])
 

@@ -1,9 +1,9 @@
 """kvpress for comparison: the press nearest to a policy, and the process that runs it.
 
 kvpress needs an older transformers than mmkv, so it runs in its own environment, where mmkv is not
-installed: `PYTHON rival.py FOLDERS_OF_MMKV` imports only `mmkv.eval.speed.models` there. `Worker`
-sends it one JSON object a line, {"do": a method of its `Replies`} and its arguments, and reads
-{"result": ...} or {"error": "..."}. The process ends with its input.
+installed: `PYTHON kvpress_worker.py FOLDERS_OF_MMKV` imports only `mmkv.eval.speed.models` there.
+`Worker` sends it one JSON object a line, {"do": a method of its `Replies`} and its arguments, and
+reads {"result": ...} or {"error": "..."}. The process ends with its input.
 """
 
 from __future__ import annotations
