@@ -167,6 +167,12 @@ class Adapter:
         default_factory=dict[int, "tuple[ref[Tensor], tuple[int, int], Tensor, Tensor]"], repr=False
     )
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the decoder's weights, in which its cache holds pairs."""
+        decoder: Any = self.decoder
+        return decoder.dtype
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: nothing is computed of its weights yet."""
         return {**vars(self), "computed": {}}

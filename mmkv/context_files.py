@@ -69,7 +69,7 @@ def save(
         "version": VERSION,
         "plan": _plan(cache.plan),
         "weights": weights,
-        "dtype": str(model.dtype),
+        "dtype": str(attachment_of(model).parts.dtype),
         **chat,
         "task": cache.plan.task,
         "learned": cache.plan.learned or [],
@@ -136,10 +136,10 @@ def _wrong(header: dict[str, Any], *names: str) -> ValueError:
 
 def _check_model(header: dict[str, Any], attachment: Attachment) -> None:
     """Check that a context was read by this model, wrapped in the same way."""
-    model: Any = attachment.model
-    if header["dtype"] != str(model.dtype):
+    model, dtype = attachment.model, attachment.parts.dtype
+    if header["dtype"] != str(dtype):
         raise ValueError(
-            f"it was read in {header['dtype'][:40]}, and the model is in {model.dtype}: load the "
+            f"it was read in {header['dtype'][:40]}, and the model is in {dtype}: load the "
             "model in that dtype, or read the prompt again"
         )
     if header["weights"] != digest.of_model(model, attachment.parts.config):
@@ -184,7 +184,7 @@ def _restored(
     if not valid or (cache.plan.sampling is None and (task or shares)):
         raise _wrong(header, "task", "learned")
     cache.plan = replace(cache.plan, task=task, learned=tuple(shares) or None)
-    dtypes: tuple[torch.dtype, ...] = (model.dtype,)
+    dtypes: tuple[torch.dtype, ...] = (parts.dtype,)
     if torch.is_autocast_enabled(device.type):
         dtypes += (torch.get_autocast_dtype(device.type),)
     for i, (start, layer) in enumerate(_by_name(cache)):

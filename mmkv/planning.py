@@ -109,7 +109,7 @@ def planned(
         _check_spread(parts, config)
     if memory is not None:
         _, head_dim = parts.pair_shape(compressed[0])
-        config = allotted(config, memory, model.dtype.itemsize, head_dim)
+        config = allotted(config, memory, parts.dtype.itemsize, head_dim)
     if measured is None:
         _notify(model, config)
     return config, compressed

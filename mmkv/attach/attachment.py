@@ -66,9 +66,8 @@ class Attachment:
         The probe runs once, if head sizes wait for it and the model can run by now.
         """
         if self.plan.memory is not None:
-            model: Any = self.model
             _, head_dim = self.parts.pair_shape(self.compressed[0])
-            self.plan = for_type(self.plan, model.dtype.itemsize, head_dim)
+            self.plan = for_type(self.plan, self.parts.dtype.itemsize, head_dim)
         if self.plan.waits_for_probe:
             self.plan = copy_probe.completed(self, self.plan)
 

@@ -124,7 +124,7 @@ class CacheConfig:
     def _share(self, n_layers: int, length: int) -> int:
         """Return a budget that is a fraction over all layers, in tokens per head, else 0."""
         if self.memory is not None:
-            return int(self.memory.budget(length) * n_layers * length)
+            return int(self.memory.budget(length) * n_layers * length) if length else 0
         return round(self.budget * n_layers * length) if isinstance(self.budget, float) else 0
 
     def evicting(self, prompt: TokenMasks) -> list[bool]:

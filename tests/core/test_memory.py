@@ -282,6 +282,31 @@ def test_memory_follows_a_cast_after_wrap(policy, memory, types, tmp_path):
         mmkv.load_context(tmp_path / "context", model)
 
 
+@pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
+def test_memory_is_of_the_decoders_type_whatever_the_towers(types, tmp_path):
+    tower, decoder = (getattr(torch, x) for x in types)
+    model = make_model("llava-llama").to(decoder)
+    model.model.vision_tower.to(tower)
+    inputs = make_inputs("llama", (600,))
+    with mmkv.wrapped(model, memory="4x", least=0), torch.no_grad():
+        report = model(**inputs, use_cache=True).past_key_values.report()
+        assert 0.22 < report.nbytes / report.full_nbytes <= 0.25
+        context = mmkv.read(model, inputs)
+        context.save(tmp_path / "context")
+        assert mmkv.load_context(tmp_path / "context", model).nbytes <= context.nbytes
+
+
+def test_a_row_may_begin_in_a_later_chunk():
+    model, inputs = tiny(), make_inputs("llama", (300, 40))
+    options = {"max_new_tokens": 1, "return_dict_in_generate": True}
+    with mmkv.wrapped(model, memory="8x", least=0):
+        outs = [model.generate(**inputs, prefill_chunk_size=n, **options) for n in (None, 100)]
+    whole, chunked = (x.past_key_values.report() for x in outs)
+    assert [x.kept for x in chunked.layers] == [x.kept for x in whole.layers]
+    with mmkv.wrapped(model, memory="8x", least=0, evict_chunks=True):
+        assert mmkv.read(model, inputs, prefill_chunk_size=100).cache.lengths == [300, 40]
+
+
 @pytest.mark.parametrize("size", [{"memory": 1 / 32}, {"budget": 0.01}], ids=str)
 def test_the_smallest_budget_keeps_a_token_of_each_head(size):
     model = tiny(torch.bfloat16)
