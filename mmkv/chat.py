@@ -228,4 +228,4 @@ def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:
     """Return bool [N], True for tokens of pictures and videos in the prompt."""
     ids: Tensor = inputs["input_ids"][0].cpu()
     tokens = adapters.find(loaded.model).image_token_ids
-    return torch.isin(ids, torch.tensor(tokens, dtype=ids.dtype))
+    return torch.isin(ids, torch.tensor(tokens, dtype=ids.dtype, device="cpu"))

@@ -216,14 +216,14 @@ def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> tuple[dict[st
     model: Any = attachment.model
     images = attachment.parts.image_token_ids
     names = {"attention_mask", *_named(tensors, "inputs.")}
-    ids = tensors.get("inputs.input_ids", torch.empty(0))
+    ids = tensors.get("inputs.input_ids", torch.empty(0, device="cpu"))
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError("it lacks input_ids [B, T]")
     last_id = max([model.get_input_embeddings().num_embeddings - 1, *images])
     specs = {k: Spec(tuple(ids.shape), _INTEGERS, 0, largest) for k, largest in TOKENWISE.items()}
     specs = {**specs, "input_ids": replace(specs["input_ids"], high=last_id), **GRIDS}
     inputs = _take(tensors, "inputs.", {k: x for k, x in specs.items() if k in names})
-    pictured = torch.isin(ids, torch.tensor(images, dtype=ids.dtype))
+    pictured = torch.isin(ids, torch.tensor(images, dtype=ids.dtype, device="cpu"))
     token_types = inputs.get("mm_token_type_ids")
     if token_types is not None and not torch.equal(token_types > 0, pictured):
         raise ValueError("inputs.mm_token_type_ids are not those of its pictures")

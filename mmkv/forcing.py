@@ -126,15 +126,16 @@ def score_answers(
     ids = inputs["input_ids"]
     if len(answers) != ids.shape[0]:
         raise ValueError(f"{len(answers)} answers for {ids.shape[0]} prompts")
-    padded, lengths = _padded(answers, ids.device), torch.tensor([len(x) for x in answers])
-    nll = torch.zeros(len(answers), dtype=torch.float64)
-    wrong, same, compared = torch.zeros(3, len(answers), dtype=torch.int64)
+    padded = _padded(answers, ids.device)
+    lengths = torch.tensor([len(x) for x in answers], device="cpu")
+    nll = torch.zeros(len(answers), dtype=torch.float64, device="cpu")
+    wrong, same, compared = lengths.new_zeros(3, len(answers))
     nats: list[list[float]] = [[] for _ in answers]
     cache, held_bytes, end = None, 0, 0
     for cache, logits in forced(model, inputs, padded[:, :-1], read):
         start, end = end, end + logits.shape[1]
         held_bytes = held_bytes if start else sum(map(nbytes, cache.layers))
-        is_counted = torch.arange(start, end) < lengths[:, None]
+        is_counted = torch.arange(start, end, device="cpu") < lengths[:, None]
         target, best = padded[:, start:end].to(logits.device), logits.argmax(-1)
         flat = logits.float().flatten(0, 1)
         losses = torch.nn.functional.cross_entropy(flat, target.flatten(), reduction="none")

@@ -122,10 +122,10 @@ def _regions(
 ) -> Tensor:
     """Return the sample's regions, or all image tokens for every token: bool [T, N + T]."""
     T, N = len(reply), ids.shape[1]
-    in_region = torch.zeros(T, N + T, dtype=torch.bool)
+    in_region = torch.zeros(T, N + T, dtype=torch.bool, device="cpu")
     regions = sample.get(REGIONS)
     if regions is None:
-        in_region[:, :N] = torch.isin(ids[0].cpu(), torch.tensor(list(image_ids)))
+        in_region[:, :N] = torch.isin(ids[0].cpu(), torch.tensor(list(image_ids), device="cpu"))
         if not bool(in_region[:, :N].any()):
             raise ValueError(
                 f"calibrate: sample {i} has no image tokens: visual heads are measured on prompts "

@@ -67,7 +67,7 @@ class ExpectedAttention(Score):
             mean = rotate(mean[:, :, None], *ahead)[:, :, 0]
             covariance = rotate(rotate(covariance, *ahead).mT, *ahead)
         k = layer.key.float().masked_fill(~valid[:, None, :, None], 0.0)
-        expected = torch.zeros(B, H, N, device=k.device)
+        expected = torch.zeros(B, H, N, dtype=torch.float32, device=k.device)
         # One query head of each group at a time, so that tensors are as large as the keys.
         means, covariances = (x.unflatten(1, (H, -1)).unbind(2) for x in (mean, covariance))
         for m, s in zip(means, covariances, strict=True):

@@ -88,7 +88,7 @@ class Repetition(Score):
         the attention block's input at the query (`layer.hidden`).
         """
         (B, Hq, Q, _), (H, N) = layer.query.shape, layer.key.shape[1:3]
-        scores = torch.zeros(B, H, Hq // H, N, device=layer.key.device)
+        scores = torch.zeros(B, H, Hq // H, N, dtype=torch.float32, device=layer.key.device)
         inverse = None
         if self.outputs:
             assert layer.hidden is not None

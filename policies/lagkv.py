@@ -56,13 +56,15 @@ class LagRelative(Score):
         length = valid.sum(-1, keepdim=True)
         blocks = (length - skip).clamp(min=0) // lag - 1  # that have a next block
         position = torch.arange(N, device=valid.device).expand(B, N)
-        newest = 1 + (position + 1) / length.clamp(min=1)
+        newest = 1 + (position + 1).float() / length.clamp(min=1)
         scores = torch.where(position < skip, 2.0, newest)[:, None].repeat(1, H, 1)
         n = (N - skip) // lag
         if n > 1:
             ordered = (rows(x, order[:, None, skip:]).float() for x in (layer.key, layer.value))
             keys, values = (_spread(x[:, :, : n * lag].unflatten(2, (n, lag))) for x in ordered)
-            rank = (keys + values).argsort(dim=-1, stable=True).argsort(dim=-1).flatten(2) / lag
+            rank = (keys + values).argsort(dim=-1, stable=True).argsort(dim=-1).flatten(
+                2
+            ).float() / lag
             ranked = slice(skip, skip + (n - 1) * lag)
             inside = (position < skip + blocks.clamp(min=0) * lag)[:, None, ranked]
             scores[..., ranked] = torch.where(inside, rank, scores[..., ranked])

@@ -81,7 +81,7 @@ class SparsityLayers(Layers):
         """
         layer = last_queries(layer)
         assert layer.mask is not None
-        large = seen = torch.zeros(len(layer.query), device=layer.key.device)
+        large = seen = torch.zeros(len(layer.query), dtype=torch.float32, device=layer.key.device)
         parts = (x.split(_BLOCK, dim=2) for x in (layer.query, layer.mask))
         for rows, mask in zip(*parts, strict=True):
             n = rows.shape[2]

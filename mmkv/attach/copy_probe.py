@@ -93,7 +93,10 @@ def measure(attachment: Attachment) -> Profile:
             f"{positions} positions and {config.vocab_size} tokens: give a profile, or "
             "heads='uniform'"
         )
-    copies = _Copies(length, dict.fromkeys(attachment.compressed, torch.empty(0)))
+    copies = _Copies(
+        length,
+        dict.fromkeys(attachment.compressed, torch.empty(0, dtype=torch.float32, device="cpu")),
+    )
     decoder: Any = parts.decoder
     with collecting(copies), torch.no_grad():
         decoder.forward(input_ids=ids, use_cache=False)
@@ -168,13 +171,14 @@ def _tokens(attachment: Attachment, length: int) -> Tensor | None:
             value = getattr(x, name, None)
             special |= set(value if isinstance(value, list) else [value])
     low, high = size // 64, size - size // 16
-    ordinary = torch.tensor([i for i in range(low, high) if i not in special])
+    ordinary = torch.tensor([i for i in range(low, high) if i not in special], device="cpu")
     if len(ordinary) < _LEAST:
         return None
-    generator = torch.Generator().manual_seed(0)
-    random_ids = ordinary[torch.randint(len(ordinary), (length,), generator=generator)]
+    generator = torch.Generator("cpu").manual_seed(0)
+    places = torch.randint(len(ordinary), (length,), generator=generator, device="cpu")
+    random_ids = ordinary[places]
     first = getattr(config, "bos_token_id", None)
-    first = ordinary[:1] if first is None else torch.tensor([first])
+    first = ordinary[:1] if first is None else torch.tensor([first], device="cpu")
     weight = model.get_input_embeddings().weight
     device = model.device if weight.is_meta else weight.device
     return torch.cat([first, random_ids, random_ids])[None].to(device)

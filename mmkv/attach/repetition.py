@@ -192,5 +192,5 @@ class _Repeater:
         repeated = selection.importance(policy, inputs, [0] * B)[..., n : n + tokens.shape[1]]
         scores = kv.scores
         if scores is None:
-            scores = torch.zeros(B, H, U, device=device)
+            scores = torch.zeros(B, H, U, dtype=torch.float32, device=device)
         return scores.scatter(2, columns[:, None].expand(B, H, -1), repeated)  # 0 where absent

@@ -47,14 +47,15 @@ def rotation(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> Tenso
     longer than keys. The type is float32, or `dtype` if wider.
     """
     size, signs = D & -D, random.Random(0)
-    number = torch.arange(size)
+    number = torch.arange(size, device="cpu")
     shared_bits = number[:, None] & number
     ones = torch.stack([(shared_bits >> i) & 1 for i in range(size.bit_length())])
     parity = ones.sum(0) % 2
     hadamard = (1.0 - 2.0 * parity.double()) / math.sqrt(size)
     with torch.inference_mode(False):
         matrix = torch.block_diag(*[hadamard] * (D // size))
-        matrix = matrix * torch.tensor([[1.0 if signs.random() < 0.5 else -1.0] for _ in range(D)])
+        row_signs = [[1.0 if signs.random() < 0.5 else -1.0] for _ in range(D)]
+        matrix = matrix * torch.tensor(row_signs, dtype=matrix.dtype, device="cpu")
         matrix = pad(matrix, (0, max(0, Dv - D)))
         return matrix.to(device, torch.promote_types(dtype, torch.float32))
 

@@ -161,7 +161,7 @@ def _slot_scores(
     M, reduction = indices.shape[-1], plan.policy.score.turn_reduction
     if prompt_kv.scores is None or not reduction:
         if plan.policy.decode.needs_decode_attention and not plan.keeps_everything:
-            return torch.zeros(B * H, M, device=indices.device)
+            return indices.new_zeros(B * H, M, dtype=torch.float32)
         return None
     scores = prompt_kv.scores.expand(B, H, U)
     if kept.slot is None:
@@ -174,7 +174,7 @@ def _slot_scores(
     of_slots = of_slots.flatten(0, 1)
     if reduction == "max" and not all(scored := plan.long_enough(prompt)):
         # Outside of a batch, a row that is too short to lose a token is not scored.
-        whole_rows = ~torch.tensor(scored).repeat_interleave(H)[:, None]
+        whole_rows = ~torch.tensor(scored, device="cpu").repeat_interleave(H)[:, None]
         of_slots.masked_fill_(whole_rows.to(of_slots.device, non_blocking=True), 0.0)
     return of_slots
 
@@ -194,7 +194,7 @@ def _store(
     B, H, _, _ = slots.keys.shape
     device, dtype = slots.keys.device, slots.keys.dtype
     blocks, parts = list[PaddedBlock](), list[Any]()
-    errors = torch.zeros(B * H, 2, 2, device=device)
+    errors = torch.zeros(B * H, 2, 2, dtype=torch.float32, device=device)
     start = prompt.valid.shape[1] - min(n_newest, NEWEST)
     for rows, schedule, width, capacity in planned(
         plan, prompt, slots.counts, slots.n_protected, expected, device

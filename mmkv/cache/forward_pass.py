@@ -128,7 +128,7 @@ class ForwardPass:
         """Return a layer's inputs of the new tokens, to which the cache adds earlier ones."""
         valid = self.valid
         if valid is None:
-            valid = torch.ones(len(call.query), call.query.shape[2], dtype=torch.bool)
+            valid = call.query.new_ones(len(call.query), call.query.shape[2], dtype=torch.bool)
         parts, i = self.parts, call.layer_idx
         return LayerInputs(
             query=call.query,

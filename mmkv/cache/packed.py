@@ -119,12 +119,12 @@ def check_rows(plan: CacheConfig, prompt: TokenMasks, tensors: Mapping[str, Tens
     lengths = [len(tensors.get(name, ())) for name in _COUNTED]
     if [int(counts.sum()), int(n_exact)] != lengths:
         raise ValueError(f"counts sum to {int(counts.sum())} slots, but it has {lengths[0]}")
-    row = torch.arange(B * H).repeat_interleave(counts)
+    row = torch.arange(B * H, device="cpu").repeat_interleave(counts)
     batch = row // H
     order = row * 2 * T + ~prompt.protected[batch, position] * T + position
     n_pinned = torch.bincount(row[prompt.pinned[batch, position]], minlength=B * H)
     valid = prompt.valid[batch, position].all() & (order[1:] > order[:-1]).all()
-    valid &= (n_pinned == torch.tensor(prompt.n_pinned).repeat_interleave(H)).all()
+    valid &= (n_pinned == torch.tensor(prompt.n_pinned, device="cpu").repeat_interleave(H)).all()
     if not bool(valid):
         raise ValueError("positions are not kept tokens in stored order")
     if "group_index" in tensors:
@@ -141,13 +141,15 @@ def _check_groups(
     leaders = GroupIndex(planes, T).leaders()
     group = leaders.flatten(0, 1)
     R, lead = len(group), group.clamp(min=0)
-    is_lead = torch.zeros(R, T, dtype=torch.bool)
+    is_lead = torch.zeros(R, T, dtype=torch.bool, device="cpu")
     is_lead[row, position] = True
     valid = is_lead.gather(-1, lead) & prompt.valid.repeat_interleave(R // len(prompt.valid), dim=0)
     same = GroupIndex.of(leaders).planes
     if not (same.equal(planes) and bool((valid | (group < 0)).all())):
         raise ValueError("group_index names groups without a stored pair")
-    sizes = torch.zeros(R, T, dtype=torch.int64).scatter_add_(-1, lead, (group >= 0).long())
+    sizes = torch.zeros(R, T, dtype=torch.int64, device="cpu").scatter_add_(
+        -1, lead, (group >= 0).long()
+    )
     if bool((bias[sizes[row, position] < 2] != 0).any()):
         raise ValueError("bias is not 0 for tokens in no group")
 
@@ -177,7 +179,7 @@ def packed(kept: KeptKV) -> dict[str, Tensor]:
     if bool((found["positions"] < 2**15).all()):
         found["positions"] = found["positions"].to(torch.int16)
     found["counts"] = found["counts"].view(kept.batch, kept.heads)
-    found["sizes"] = torch.tensor(kept.sizes, dtype=torch.int32)
+    found["sizes"] = torch.tensor(kept.sizes, dtype=torch.int32, device="cpu")
     others = {"retained": kept.retained, "error": kept.error}
     if kept.group_index is not None:
         found["group_index"] = kept.group_index.planes

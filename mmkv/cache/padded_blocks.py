@@ -328,7 +328,9 @@ class AccumulatingBlock(PaddedBlock):
         """Attend as other blocks do, and add the attention that each slot gets to its score."""
         width = self.width_of(step.q)
         if self.weights is None or self.weights.shape[2] != width:
-            self.weights = torch.empty(*query.shape[:2], width, device=query.device)
+            self.weights = torch.empty(
+                *query.shape[:2], width, dtype=torch.float32, device=query.device
+            )
         weights, (R, G, _) = self.weights, query.shape
         with torch.no_grad():
             weigh(query, pairs[0], visible, weights, step.scale, step.softcap)

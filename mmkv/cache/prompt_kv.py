@@ -274,6 +274,6 @@ def token_numbers(positions: Tensor, leaders: Tensor) -> Tensor:
     `leaders` is int64 [B, H, T], the leader of each token's group, see `GroupIndex.of`.
     """
     T = leaders.shape[-1]
-    counts = torch.zeros(*leaders.shape[:2], T + 1, device=leaders.device)  # T: no token
+    counts = leaders.new_zeros(*leaders.shape[:2], T + 1, dtype=torch.float32)  # T: no token
     counts.scatter_add_(-1, leaders.clamp(min=0), (leaders >= 0).to(counts.dtype))
     return counts.gather(-1, positions.masked_fill(positions < 0, T).clamp(max=T)).clamp(min=1.0)

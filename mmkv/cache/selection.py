@@ -215,7 +215,8 @@ def ranked(
         known = None if known is None else torch.stack([split, *known[1:]])
         size = split.to(size.device, non_blocking=True)
     elif plan.table is not None:  # the host splits
-        n_candidates = torch.tensor(prompt.lengths) - torch.tensor(prompt.n_pinned)
+        n_candidates = torch.tensor(prompt.lengths, device="cpu")
+        n_candidates -= torch.tensor(prompt.n_pinned, device="cpu")
         if known is None:
             marks = pinned, present, protected, competes.any(1, keepdim=True).expand_as(competes)
             *known, of_any = torch.stack([size, *(x.sum(-1) for x in marks)]).cpu()
@@ -236,7 +237,7 @@ def ranked(
 def _known(policy: Policy, prompt: TokenMasks, sizes: Sequence[int], heads: int) -> Tensor:
     """Return `Ranking.counts` of a first prompt whose heads keep the same number of tokens."""
     columns = sizes, prompt.n_pinned, prompt.lengths, prompt.n_protected
-    size, n_pinned, length, n_protected = (torch.tensor(x)[:, None] for x in columns)
+    size, n_pinned, length, n_protected = (torch.tensor(x, device="cpu")[:, None] for x in columns)
     size = size.minimum(length)
     n_pinned = n_pinned + n_recent(policy, size, n_pinned)
     return torch.stack([size, n_pinned, length, n_protected]).expand(-1, -1, heads)

@@ -175,7 +175,10 @@ def split_sizes(
     `heads` splits the rows' totals [B]. With equal heads each would keep `size` [B, H], which is at
     most `sizes` [B].
     """
-    H, row_sizes = size.shape[1], torch.tensor(sizes).to(size.device, non_blocking=True)
+    H, row_sizes = (
+        size.shape[1],
+        torch.tensor(sizes, device="cpu").to(size.device, non_blocking=True),
+    )
     budget_left = row_sizes - n_pinned.amax(-1)
     # If all tokens left by earlier turns fit, there is nothing to split.
     fits = (n_present - n_pinned).sum(-1) <= budget_left * H
@@ -197,12 +200,12 @@ def contested(
         size: int64 [B, 1 or H], how many tokens each head keeps if heads are equal.
     """
     (B, P, U), positions = kv.positions.shape, kv.positions
-    scores = torch.zeros(B, P, U, device=positions.device) if kv.scores is None else kv.scores
+    scores = positions.new_zeros(B, P, U, dtype=torch.float32) if kv.scores is None else kv.scores
     heads = max(P, scores.shape[1])
     present = (positions >= 0).expand(B, heads, U)
     pinned = pinned.expand(B, heads, U)
     # A head cannot keep more tokens than earlier turns left it.
-    row_sizes = torch.tensor(sizes).to(positions.device, non_blocking=True)
+    row_sizes = torch.tensor(sizes, device="cpu").to(positions.device, non_blocking=True)
     size = row_sizes[:, None].minimum(present.sum(-1))
     if policy.recent:
         pinned = pinned | last(n_recent(policy, size, pinned.sum(-1)), present & ~pinned)

@@ -114,7 +114,7 @@ class CacheState(CacheContents):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        self._select_rows(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+        self._select_rows(torch.arange(len(self.lengths), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows, given by index or by a bool mask."""

@@ -86,7 +86,7 @@ class MergeIntoGroups(Merge):
             rounds=self.rounds,
             value_weight=self.value_weight,
         )
-        rank = torch.zeros(B, H, U, device=keys.device)
+        rank = torch.zeros(B, H, U, dtype=torch.float32, device=keys.device)
         rank = rank.masked_fill_(leader != torch.arange(U, device=rank.device), -torch.inf)
         ranking = replace(ranking, rank=rank, size=size, protected=protected, known=known)
         kept = ranking.kept(prompt_kv)
@@ -236,7 +236,11 @@ def _planned(counts: Tensor, exact: float, run: int) -> tuple[Tensor, Tensor, Te
     rest = torch.where(groups > 0, present - single, 0)
     runs = (-(-rest // run)).minimum(groups).clamp(min=1)[..., None]
     # Slots are divided first, and tokens by slots, so that no run has more slots than tokens.
-    slots = torch.arange(int(runs.max()) + 1).minimum(runs) * groups[..., None] // runs
+    slots = (
+        torch.arange(int(runs.max()) + 1, device=runs.device).minimum(runs)
+        * groups[..., None]
+        // runs
+    )
     tokens = slots * rest[..., None] // groups.clamp(min=1)[..., None]
     return single, slots.diff(dim=-1), tokens
 
@@ -290,7 +294,7 @@ def _k_means(
     for i in range(rounds):
         if i:  # the mean of each group; points of label K are left out
             if device.type == "cpu":
-                first = torch.arange(0, label[..., 0].numel() * (K + 1), K + 1)
+                first = torch.arange(0, label[..., 0].numel() * (K + 1), K + 1, device=device)
                 index = (first.view(*leading, 1) + label).view(-1, 1).expand(-1, D + 1)
                 totals = x.new_zeros(first.numel() * (K + 1), D + 1)
                 totals.scatter_add_(0, index, weighted.flatten(0, -2))
@@ -382,7 +386,9 @@ def log_weights(
         means: [B, H, M, D], the slots' keys.
         queries: the queries to which weights are fitted; None: tokens' weights are summed.
     """
-    before = torch.zeros(present.shape, device=keys.device) if of_tokens is None else of_tokens
+    before = (
+        present.new_zeros(present.shape, dtype=torch.float32) if of_tokens is None else of_tokens
+    )
     before = before.masked_fill(~present, -math.inf)
     summed = sums(before.exp(), slot, slots)
     log_weight = log_sum = summed.log()

@@ -58,8 +58,8 @@ class ReferenceQueries:
         """
         B, H, U, _ = keys.shape
         keys, means, absent = keys.float(), means.float(), (log_weights == -math.inf)[:, :, None]
-        token_attention = torch.zeros(B, H, U, device=keys.device)
-        mean_attention = torch.zeros(B, H, means.shape[2], device=keys.device)
+        token_attention = torch.zeros(B, H, U, dtype=torch.float32, device=keys.device)
+        mean_attention = token_attention.new_zeros(B, H, means.shape[2])
         n_queries = max(1, tile(keys.device) // (self.query.shape[1] * B * U))
         grouped = self.query.unflatten(1, (H, -1))
         parts = zip(grouped.split(n_queries, dim=3), self.present.split(n_queries, 1), strict=True)

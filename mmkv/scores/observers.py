@@ -231,7 +231,7 @@ def _observer_scores(
         sliced: whether `observed` has no filler, and the same runs in all rows.
     """
     (B, H, N), G = key.shape[:3], query.shape[1] // key.shape[1]
-    scores = torch.zeros(B, H, N + 1, device=key.device)
+    scores = torch.zeros(B, H, N + 1, dtype=torch.float32, device=key.device)
     for tokens, observers in observed:
         absent = None if sliced else tokens < 0
         change = _changes(

@@ -71,7 +71,7 @@ def residuals(layer: LayerInputs, last: int, weights: Tensor | None = None) -> T
     value = value[:, :, None]  # [B, H, 1, N, Dv]
     squares = (value * value).sum(-1)[..., None, :]
     position = torch.arange(N, device=device)
-    scores = torch.zeros(B, H, G, N, device=device)
+    scores = torch.zeros(B, H, G, N, dtype=torch.float32, device=device)
     block = max(1, tile(device) // (B * Hq * N))
     for start in range(Q - last, Q, block):
         stop = min(start + block, Q)

@@ -82,7 +82,7 @@ class WindowAttention(Score):
         """Return the scores; the window's tokens are pinned and score 0."""
         weights = None
         if self.recency_weighted:
-            weights = torch.arange(1, self.window + 1, dtype=torch.float32)
+            weights = torch.arange(1, self.window + 1, dtype=torch.float32, device="cpu")
         n, window = layer.key.shape[2] - self.window, self.window
         if self.value == "residual":
             by_query_head = values.residuals(layer, window, weights)[..., :n]
@@ -191,7 +191,7 @@ def window_attention(
 
 def _window_weights(weights: Tensor | None, window: int, device: torch.device) -> Tensor:
     if weights is None:
-        return torch.ones(window, device=device)
+        return torch.ones(window, dtype=torch.float32, device=device)
     if tuple(weights.shape) != (window,):
         raise ValueError(f"weights must be [window] = ({window},), got {tuple(weights.shape)}")
     if not (bool(weights.isfinite().all()) and weights.min() >= 0 and weights.max() > 0):

@@ -91,7 +91,7 @@ class HeadTable:
             if len(targets) != H:
                 raise ValueError(f"profile: it has {len(targets)} heads a layer, this model {H}")
             sizes.append(fit(targets, H * mean, max_size=n))
-        return torch.tensor(sizes)
+        return torch.tensor(sizes, device="cpu")
 
 
 def proportional(weights: Sequence[float], total: float, max_size: float) -> list[float]:

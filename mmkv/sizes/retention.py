@@ -115,7 +115,8 @@ def beyond_pinned(allocate: Callable[..., list[list[int]]], rows: SizeInputs) ->
     L, scores, candidates = rows.n_layers, rows.scores, rows.n_candidates
     assert scores is not None
     assert candidates is not None
-    to_split = torch.tensor(rows.totals) - L * torch.tensor(rows.pinned)
+    totals, pinned = (torch.tensor(x, device="cpu") for x in (rows.totals, rows.pinned))
+    to_split = totals - L * pinned
     # In a later turn fewer tokens may compete than the total allows.
     to_split = to_split.to(scores.device, non_blocking=True).clamp(min=0).minimum(L * candidates)
     sizes = allocate(scores, to_split, candidates)
@@ -197,7 +198,7 @@ def _shares(importance: Tensor, candidates: Tensor | None = None) -> tuple[Tenso
     """
     N, device = importance.shape[-1], importance.device
     index = torch.arange(N, device=device)
-    count = torch.tensor(N) if candidates is None else candidates
+    count = torch.tensor(N, device=device) if candidates is None else candidates
     filler = index >= count.to(device)[..., None, None]
     weights = importance.detach().double().nan_to_num(nan=0.0, posinf=torch.inf)
     infinite = weights.isinf()

@@ -58,7 +58,7 @@ def squeeze(
 
     Source: SqueezeAttention, arXiv 2404.04793, algorithm 1: k-means with 3 clusters (here exact).
     """
-    values = torch.as_tensor(similarity).detach().to("cpu").double()
+    values = torch.as_tensor(similarity, dtype=torch.float64, device="cpu").detach()
     if values.ndim != 1 or not len(values):
         raise ValueError(f"similarity must be [L], got {tuple(values.shape)}")
     if not bool(values.isfinite().all()):

@@ -1,0 +1,41 @@
+"""Global defaults of torch change nothing: neither the type nor the device of new tensors."""
+
+import pytest
+import torch
+
+import mmkv
+from helpers.marks import cases
+from helpers.models import make_inputs
+from helpers.oracle import READING, generate, options_of
+
+
+def replies(model, inputs, variant):
+    """Logits, and the positions that each layer keeps, of a prompt and some steps."""
+    with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
+        logits, _, cache, _ = generate(model, inputs, new=5)
+        kept = [cache.kept(i) for i in range(len(cache.layers))]
+    return logits, kept
+
+
+@pytest.fixture(params=["bfloat16", "float64", "meta"])
+def default(request):
+    """Sets a default once it is called."""
+    yield (
+        lambda: (
+            torch.set_default_device("meta")
+            if request.param == "meta"
+            else torch.set_default_dtype(getattr(torch, request.param))
+        )
+    )
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@cases("variant", READING, "condense", ids=str)
+def test_defaults_change_nothing(models, default, variant):
+    model, inputs = models("llama"), make_inputs("llama", (90, 41))
+    logits, kept = replies(model, inputs, variant)
+    default()
+    found, positions = replies(model, inputs, variant)
+    assert torch.equal(found, logits)
+    assert all(torch.equal(x, y) for x, y in zip(positions, kept, strict=True))
