@@ -12,7 +12,7 @@ from mmkv.terminal import Table
 
 from . import store
 from .store import FULL, HIDDEN, METRICS, QUESTION, RunError
-from .tabulate import COSTS, LABELS, LOWER_IS_BETTER, Report, pd, shown_figure
+from .tabulate import COSTS, LABELS, LOWER_IS_BETTER, Report, keeps_all, pd, shown_figure
 
 
 class Comparison:
@@ -40,8 +40,9 @@ class Comparison:
     def sections(self) -> list[tuple[str, list[str], Any]]:
         """Return title, metrics and points of each section; all of its runs have these metrics."""
         sections: list[tuple[str, list[str], Any]] = []
-        for key, points in self.points.groupby(["model", "suite", "data", "question"], sort=False):
-            model, suite, data, question = map(str, key)
+        by = ["model", "suite", "data", "question", "prompts"]
+        for key, points in self.points.groupby(by, sort=False):
+            model, suite, data, question, _ = map(str, key)
             counts = points.groupby("run")[[*METRICS]].count().min()
             if metrics := [m for m in METRICS if counts[m]]:
                 title = f"{suite} ({data}), question {question}: {model}"
@@ -94,9 +95,10 @@ def _points(report: Report, hidden: bool) -> Any:
     points = points.assign(held_bytes=held, share=held / full_bytes)
     policy = points["policy"].str.removesuffix(suffix)
     kept = list(map(report.percent, points["kept"]))
-    label = policy.where(policy == FULL, policy + " " + kept)
+    label = policy.where(policy.map(keeps_all), policy + " " + kept)
     facts = {name: report.settings[name] for name in ("model", "suite", "data")}
     facts |= {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}
+    facts["prompts"] = report.settings.get("data_digest", "")
     return points.assign(**facts, policy=policy, kept=kept, label=label)
 
 

@@ -133,10 +133,12 @@ class Store:
             stored, new = run["settings"], json.loads(json.dumps(settings))
             for name in {**stored, **new}:
                 if stored.get(name) != new.get(name):
+                    differs = f"{name}={stored.get(name)!r}, this one has {name}={new.get(name)!r}"
+                    if name == "data_digest":
+                        differs = f"other prompts or lengths of replies ({differs})"
                     raise RunError(
-                        f"{self.folder} holds a run with {name}={stored.get(name)!r}, this one has "
-                        f"{name}={new.get(name)!r}: choose another --out for a new run, or the "
-                        "same options to resume that one"
+                        f"{self.folder} holds a run with {differs}: choose another --out for a "
+                        "new run, or the same data and options to resume that one"
                     )
         made_by = {"id": digest([settings, environment]), **environment}
         if main and made_by not in run["made_by"]:

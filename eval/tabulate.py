@@ -96,7 +96,7 @@ class Report:
             raise RunError(f"{self.folder}: no finished row yet")
         self.policies = [p for p in self.settings["policies"] if p != FULL] or [FULL]
         self.every = list(dict.fromkeys([FULL, *self.policies]))
-        all_keep_all = all(map(_keeps_all, self.policies))
+        all_keep_all = all(map(keeps_all, self.policies))
         budgets = map(self.size_of, self.settings["budgets"])
         self.budgets: list[float | int] = [1.0] if all_keep_all else [*budgets]
         columns = ["policy", "task", "tags", "error", "divergences", *_NUMBERS]
@@ -120,13 +120,13 @@ class Report:
 
     def figures(self, policy: str, budget: float | int, what: str = "", name: str = "") -> Any:
         """Return a cell's `FIGURES`, of all samples or a "task" or "tag"; NaN without rows."""
-        key = (policy, repr(1.0 if _keeps_all(policy) else budget), *([name] if what else []))
+        key = (policy, repr(1.0 if keeps_all(policy) else budget), *([name] if what else []))
         summary = self.summaries[what]
         return summary.loc[key] if key in summary.index else pd.Series(np.nan, [*FIGURES])
 
     def budgets_of(self, policy: str) -> list[float | int]:
         """Return the budgets that a policy ran at: one that keeps all has only one."""
-        return [1.0] if _keeps_all(policy) else self.budgets
+        return [1.0] if keeps_all(policy) else self.budgets
 
     @property
     def measured(self) -> bool:
@@ -244,7 +244,7 @@ class Report:
         return [text, data]
 
 
-def _keeps_all(policy: str) -> bool:
+def keeps_all(policy: str) -> bool:
     """Return whether a policy is the full cache, quantised or not, which has one budget."""
     return policy.split(":")[0] == FULL
 

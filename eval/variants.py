@@ -140,6 +140,12 @@ def with_question(policies: Sequence[str], question: str) -> list[str]:
     return texts
 
 
+def check_batch_size(batch_size: int | str) -> None:
+    """Raise ValueError if a harness's batch size is not a number of at least 1."""
+    if not str(batch_size).isdigit() or int(batch_size) < 1:
+        raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number, 1 or more")
+
+
 def plugin_arguments(
     policy: str, budget: float | int | str | None, profile: str | None, kwargs: dict[str, Any]
 ) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:

@@ -19,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from mmkv.context_texts import left_padded
-from mmkv.eval.variants import plugin_arguments
+from mmkv.eval.variants import check_batch_size, plugin_arguments
 from mmkv.forcing import score_answers
 from mmkv.loading import models
 from mmkv.wrapping import wrap
@@ -52,8 +52,7 @@ class MMKV(_Base):
         **kwargs: Any,
     ) -> None:
         size, policy_options, hf_args = plugin_arguments(policy, budget, profile, kwargs)
-        if not str(batch_size).isdigit():
-            raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number")
+        check_batch_size(batch_size)
         if isinstance(pretrained, str):
             source = models.find(pretrained)
             pretrained, hf_args = source.path, {"dtype": source.dtype, **source.options, **hf_args}
@@ -76,7 +75,8 @@ class MMKV(_Base):
         for indices in tqdm(batches, disable=disable_tqdm or self.rank != 0):
             rows: list[dict[str, Any]] = []
             for i in indices:  # a context that is too long is cut at its start
-                max_context = max(1, self.max_length - len(requests[i][2]))
+                # The last token of a continuation is not fed.
+                max_context = max(1, self.max_length + 1 - len(requests[i][2]))
                 ids = torch.tensor([requests[i][1][-max_context:]], device=self.device)
                 rows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
             inputs = left_padded(rows, self.tokenizer.pad_token_id or 0)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from mmkv.chat import load, max_positions, on_device
 from mmkv.eval.prompts import encode
-from mmkv.eval.variants import plugin_arguments
+from mmkv.eval.variants import check_batch_size, plugin_arguments
 from mmkv.loading.names import DEFAULT_MODEL
 from mmkv.wrapping import wrap
 
@@ -50,8 +50,7 @@ class MMKV(lmms):
         size, policy_options, unknown = plugin_arguments(policy, budget, profile, options)
         if unknown:
             raise ValueError(f"unknown arguments: {', '.join(unknown)}")
-        if not str(batch_size).isdigit():
-            raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number")
+        check_batch_size(batch_size)
         super().__init__()
         self.accelerator = Accelerator()
         self._rank = self.accelerator.process_index

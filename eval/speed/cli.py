@@ -194,6 +194,11 @@ def plan_command(
     from mmkv.registry import get_policy
 
     chosen = get_policy(policy, **parse_options(policy, option or []))
+    if chosen.layers.retention is not None:
+        raise ValueError(
+            f"retention={chosen.layers.retention}: what it keeps depends on the prompt; plan a "
+            "budget without retention"
+        )
     size = asked = given or default_budget(chosen, profile, kv_dtype)
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))

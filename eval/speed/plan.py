@@ -162,8 +162,7 @@ def plan(
 
     `table` gives sizes of heads in place of the policy's.
     """
-    if policy.layers.retention is None:
-        checked(policy, budget)
+    checked(policy, budget)
     empty = empty_slots(CacheConfig(policy, budget, table=table), load.prompt) or 0.0
     itemsize, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
 

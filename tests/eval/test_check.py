@@ -372,7 +372,7 @@ class TestCalibrate:
         assert self.profile(*asked, "--limit", "2").samples == 2
 
     def test_shipped_prompts_where_no_picture_is_read(self, monkeypatch):
-        monkeypatch.setattr("mmkv.eval.suites.prompts._MOST_LETTERS", 700)
+        monkeypatch.setattr("mmkv.eval.suites.prompts._MOST_CHARACTERS", 700)
         assert self.profile("--limit", "1").samples == 1
 
     def test_length_reaches_the_suite(self, folder, monkeypatch):

@@ -140,3 +140,18 @@ def test_ruler_makes_its_own_data(tmp_path, monkeypatch):
     assert 0 <= done["results"]["niah_single_1"]["256,none"] <= 1
     asked = done["samples"]["niah_single_1"][0]["arguments"]
     assert "special magic" in json.dumps(asked, default=str)
+
+
+def test_long_context_is_cut_as_by_lm_evals_own_model():
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from mmkv.eval.harness.lm_eval import MMKV
+
+    request = Instance("loglikelihood", {}, (TEXT, " w8 w9 w4"), 0)
+    given = {"tokenizer": make_tokenizer(), "max_length": 30}
+    (expected,) = HFLM(make_model("llama"), **given).loglikelihood([request])
+    (found,) = MMKV(make_model("llama"), "full", **given).loglikelihood([request])
+    assert found == (pytest.approx(expected[0], rel=1e-5), expected[1])
+    with pytest.raises(ValueError, match=r"batch_size=0: .* a number, 1 or more"):
+        MMKV(make_model("llama"), batch_size=0, **given)

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mmkv
 from helpers import zoo
-from helpers.commands import run
+from helpers.commands import complaint, run
 from helpers.marks import cases, since
 from helpers.models import make_inputs, make_model
 from mmkv.cache.allotment import empty_slots
@@ -84,6 +84,11 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
         shown += re.findall(r"condense 0.2 +\S +([\d.]+)", out)
     plain, padded = map(float, shown)
     assert plain < padded < 1.15 * plain
+
+
+def test_plan_refuses_retention(capsys):
+    words = ("plan", "llama-7b-2-layers-random", "--policy", "xkv", "--option", "retention=0.9")
+    assert "plan a budget without retention" in complaint(capsys, *words)
 
 
 def test_plan_takes_the_budget_of_a_profile(tmp_path, capsys):
