@@ -71,9 +71,8 @@ def encode(
     if earlier.roles if earlier else encoder.chat_template is not None:
         encoded = [_chat([{"role": "user", "content": x}], encoder, earlier, ends) for x in texts]
         return left_padded([encoded_inputs for encoded_inputs, _ in encoded]), encoded[0][1]
-    return left_padded(
-        [_tokens(encoder, text, begins=earlier is None) for text in texts]
-    ), ChatState()
+    rows = [_tokens(encoder, text, begins=earlier is None) for text in texts]
+    return left_padded(rows), ChatState()
 
 
 def _chat(

@@ -93,10 +93,8 @@ def measure(attachment: Attachment) -> Profile:
             f"{positions} positions and {config.vocab_size} tokens: give a profile, or "
             "heads='uniform'"
         )
-    copies = _Copies(
-        length,
-        dict.fromkeys(attachment.compressed, torch.empty(0, dtype=torch.float32, device="cpu")),
-    )
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
+    copies = _Copies(length, dict.fromkeys(attachment.compressed, nothing))
     decoder: Any = parts.decoder
     with collecting(copies), torch.no_grad():
         decoder.forward(input_ids=ids, use_cache=False)

@@ -156,11 +156,7 @@ class KeptKV:
     def shares(self, seen: int) -> Tensor:
         """Return the share of a pair of each of `seen` tokens, see `CompressedCache.shares`."""
         positions, sizes = self._positions()
-        share = (
-            torch.ones(positions.shape, dtype=torch.float32, device=positions.device)
-            if sizes is None
-            else 1 / sizes
-        )
+        share = torch.ones_like(positions, dtype=torch.float32) if sizes is None else 1 / sizes
         shares = share.new_zeros(self.batch, self.heads, seen + 1)
         shares = shares.scatter_(-1, positions.masked_fill(positions < 0, seen), share)[..., :seen]
         if self.group_index is None:

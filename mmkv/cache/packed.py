@@ -147,9 +147,7 @@ def _check_groups(
     same = GroupIndex.of(leaders).planes
     if not (same.equal(planes) and bool((valid | (group < 0)).all())):
         raise ValueError("group_index names groups without a stored pair")
-    sizes = torch.zeros(R, T, dtype=torch.int64, device="cpu").scatter_add_(
-        -1, lead, (group >= 0).long()
-    )
+    sizes = torch.zeros_like(lead).scatter_add_(-1, lead, (group >= 0).long())
     if bool((bias[sizes[row, position] < 2] != 0).any()):
         raise ValueError("bias is not 0 for tokens in no group")
 

@@ -175,10 +175,8 @@ def split_sizes(
     `heads` splits the rows' totals [B]. With equal heads each would keep `size` [B, H], which is at
     most `sizes` [B].
     """
-    H, row_sizes = (
-        size.shape[1],
-        torch.tensor(sizes, device="cpu").to(size.device, non_blocking=True),
-    )
+    H = size.shape[1]
+    row_sizes = torch.tensor(sizes, device="cpu").to(size.device, non_blocking=True)
     budget_left = row_sizes - n_pinned.amax(-1)
     # If all tokens left by earlier turns fit, there is nothing to split.
     fits = (n_present - n_pinned).sum(-1) <= budget_left * H
