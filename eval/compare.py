@@ -40,7 +40,7 @@ class Comparison:
     def sections(self) -> list[tuple[str, list[str], Any]]:
         """Return title, metrics and points of each section; all of its runs have these metrics."""
         sections: list[tuple[str, list[str], Any]] = []
-        by = ["model", "suite", "data", "question", "prompts"]
+        by = ["model", "suite", "data", "question", "data_digest"]
         for key, points in self.points.groupby(by, sort=False):
             model, suite, data, question, _ = map(str, key)
             counts = points.groupby("run")[[*METRICS]].count().min()
@@ -98,7 +98,7 @@ def _points(report: Report, hidden: bool) -> Any:
     label = policy.where(policy.map(keeps_all), policy + " " + kept)
     facts = {name: report.settings[name] for name in ("model", "suite", "data")}
     facts |= {"question": HIDDEN if hidden else "visible", "run": report.made_by[-1]["id"]}
-    facts["prompts"] = report.settings.get("data_digest", "")
+    facts["data_digest"] = report.settings.get("data_digest", "")  # of the prompts
     return points.assign(**facts, policy=policy, kept=kept, label=label)
 
 

@@ -173,6 +173,10 @@ class Adapter:
         decoder: Any = self.decoder
         return decoder.dtype
 
+    def is_image(self, ids: Tensor) -> Tensor:
+        """Return which ids are tokens of images or videos: bool, on the device of `ids`."""
+        return torch.isin(ids, ids.new_tensor(self.image_token_ids))
+
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has: nothing is computed of its weights yet."""
         return {**vars(self), "computed": {}}

@@ -227,5 +227,4 @@ def max_positions(model: Any) -> int | None:
 def image_mask(loaded: Loaded, inputs: dict[str, Any]) -> Tensor:
     """Return bool [N], True for tokens of pictures and videos in the prompt."""
     ids: Tensor = inputs["input_ids"][0].cpu()
-    tokens = adapters.find(loaded.model).image_token_ids
-    return torch.isin(ids, torch.tensor(tokens, dtype=ids.dtype, device="cpu"))
+    return adapters.find(loaded.model).is_image(ids)

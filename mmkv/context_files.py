@@ -223,7 +223,7 @@ def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> tuple[dict[st
     specs = {k: Spec(tuple(ids.shape), _INTEGERS, 0, largest) for k, largest in TOKENWISE.items()}
     specs = {**specs, "input_ids": replace(specs["input_ids"], high=last_id), **GRIDS}
     inputs = _take(tensors, "inputs.", {k: x for k, x in specs.items() if k in names})
-    pictured = torch.isin(ids, torch.tensor(images, dtype=ids.dtype, device="cpu"))
+    pictured = attachment.parts.is_image(ids)
     token_types = inputs.get("mm_token_type_ids")
     if token_types is not None and not torch.equal(token_types > 0, pictured):
         raise ValueError("inputs.mm_token_type_ids are not those of its pictures")

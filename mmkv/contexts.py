@@ -123,7 +123,8 @@ class Context:
             n_replies = max(n_replies, next(filter(None, given), 1))
         if n_replies > 1:
             # `generate` counts the context's pictures too when it repeats what a tower returned.
-            if has_pictures(question) and self._has_pictures:
+            parts, read = attachment_of(self.model).parts, self.inputs["input_ids"]
+            if has_pictures(question) and bool(parts.is_image(read).any()):
                 raise ValueError(
                     f"{n_replies} beams or replies for a question with pictures, after a context "
                     "with pictures: ask for one reply, with num_beams=1 and num_return_sequences=1"
@@ -134,12 +135,6 @@ class Context:
             return out[:, start:]
         out.sequences = out.sequences[:, start:]
         return out
-
-    @property
-    def _has_pictures(self) -> bool:
-        """Whether tokens of the context are of images or videos."""
-        ids, tokens = self.inputs["input_ids"], attachment_of(self.model).parts.image_token_ids
-        return bool(torch.isin(ids, torch.tensor(tokens, device=ids.device)).any())
 
     def arguments_for(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `generate` for a question, with a copy of the cache."""

@@ -65,7 +65,7 @@ def measure(
             reply = reply[valid]
         else:
             reply = torch.as_tensor(sample[REPLY], device=ids.device).long().flatten()
-        regions = _regions(parts.image_token_ids, i, ids, reply, sample)
+        regions = _regions(parts, i, ids, reply, sample)
         with_reply = dict(inputs)
         for name, x in inputs.items():  # masks and token types are extended by the reply
             if isinstance(x, Tensor) and x.shape == ids.shape:
@@ -118,14 +118,14 @@ def head_hits(layer: LayerInputs, regions: Tensor) -> Tensor:
 
 
 def _regions(
-    image_ids: Sequence[int], i: int, ids: Tensor, reply: Tensor, sample: Mapping[str, Any]
+    parts: adapters.Adapter, i: int, ids: Tensor, reply: Tensor, sample: Mapping[str, Any]
 ) -> Tensor:
     """Return the sample's regions, or all image tokens for every token: bool [T, N + T]."""
     T, N = len(reply), ids.shape[1]
     in_region = torch.zeros(T, N + T, dtype=torch.bool, device="cpu")
     regions = sample.get(REGIONS)
     if regions is None:
-        in_region[:, :N] = torch.isin(ids[0].cpu(), torch.tensor(list(image_ids), device="cpu"))
+        in_region[:, :N] = parts.is_image(ids[0]).cpu()
         if not bool(in_region[:, :N].any()):
             raise ValueError(
                 f"calibrate: sample {i} has no image tokens: visual heads are measured on prompts "

@@ -284,8 +284,8 @@ def _image_tokens(
     attachment: Attachment, policy: Policy, running: ForwardPass, valid: Tensor
 ) -> Tensor | None:
     """Return which tokens are image tokens, bool [B, q]; None if the model has none, or no ids."""
-    tokens, ids = attachment.parts.image_token_ids, running.ids
-    if not tokens:
+    ids = running.ids
+    if not attachment.parts.image_token_ids:
         return None
     if ids is None or ids.shape != valid.shape:
         if policy.protect is None or not policy.protect.needs_image:
@@ -294,4 +294,4 @@ def _image_tokens(
             f"protect={policy.protect.name!r} tells text from image tokens by input_ids, and the "
             "model was given inputs_embeds alone: pass input_ids, or use protect='none'"
         )
-    return torch.isin(ids, torch.tensor(tokens, device=ids.device)).to(valid.device)
+    return attachment.parts.is_image(ids).to(valid.device)

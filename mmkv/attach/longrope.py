@@ -50,12 +50,11 @@ def _read_again(attachment: Attachment, cache: CompressedCache, limit: int, q: i
     """Read all tokens seen anew, a context as a prompt and what follows it as a question."""
     ids, seen = cache.ids, cache.get_query_offset()
     valid = cache.valid_tokens(seen)
-    pictures = torch.tensor(attachment.parts.image_token_ids, device="cpu")
     if (
         ids is None
         or valid is None
         or ids.shape[1] < seen
-        or bool(torch.isin(ids.cpu(), pictures).any())
+        or bool(attachment.parts.is_image(ids).any())
     ):
         raise ValueError(
             f"{q} tokens after {seen} pass position {limit}, beyond which this model (longrope) "

@@ -102,7 +102,6 @@ class CompressedCache(CacheState):
         if seen == 0:
             self.plan = self.plan.started()
         self.graph_inputs, plan = None, self.plan
-        checks.check_whole(self)
         earlier_valid = self.valid_tokens(seen)
         if earlier_valid is not None and earlier is not None:
             earlier = earlier.to(earlier_valid.device)
@@ -185,7 +184,6 @@ class CompressedCache(CacheState):
 
     def _check_step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
         """Check that `step` can be done, and record which kept tokens the mask hides."""
-        checks.check_whole(self)
         if q > 1 and any(b.schedule.drops for b in self.blocks):
             raise ValueError(
                 f"{q} tokens at once after a compressed prompt: policy {self.plan.policy.name!r} "

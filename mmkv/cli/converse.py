@@ -71,7 +71,11 @@ class Lines:
             if text == "/quit":
                 break
             try:
-                self._command(*text[1:].split()) if text.startswith("/") else self._ask(text)
+                if text.startswith("/"):
+                    self._command(*text[1:].split())
+                else:
+                    self._ask(text)
+                    self.asked = True
             except ValueError as error:
                 refused += 1
                 write(self.screen, f"error: {error}", "red")
@@ -127,7 +131,6 @@ class Lines:
         turns = self.conversation.ask(question, self.settings, *self.pictures)
         if not self.screen.is_terminal:
             *_, last = turns
-            self.asked = True
             self.screen.print(_view(last), soft_wrap=True)
             return
         with Live(console=self.screen, refresh_per_second=12) as live:
@@ -138,7 +141,6 @@ class Lines:
                 self.conversation.stop()
                 for turn in turns:
                     live.update(_view(turn))
-        self.asked = True
 
 
 def _view(turn: Turn) -> Text:

@@ -50,7 +50,8 @@ def test_budget_below_pinned_tokens_is_noted(text_model, caplog):
             "its last 1 observe instead; 5 are kept",
         ]
         assert [record.getMessage() for record in caplog.records] == ["; ".join(notes)]
-        text_model.generate(**make_inputs("llama", (50,)), max_new_tokens=2)
+        (note,) = generate(text_model, make_inputs("llama", (50,)), new=2)[2].report().notes
+        assert "too few for window 32, sinks 4; its last 5 observe instead" in note
         assert len(caplog.records) == 1, "a wrap logs it once"
         caplog.clear()
     with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():

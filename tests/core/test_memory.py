@@ -283,7 +283,7 @@ def test_memory_follows_a_cast_after_wrap(policy, memory, types, tmp_path):
 
 
 @pytest.mark.parametrize("types", [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str)
-def test_memory_is_of_the_decoders_type_whatever_the_towers(types, tmp_path):
+def test_memory_counts_in_the_decoders_type(types, tmp_path):
     tower, decoder = (getattr(torch, x) for x in types)
     model = make_model("llava-llama").to(decoder)
     model.model.vision_tower.to(tower)

@@ -1,5 +1,7 @@
 """Global defaults of torch change nothing: neither the type nor the device of new tensors."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -17,25 +19,28 @@ def replies(model, inputs, variant):
     return logits, kept
 
 
-@pytest.fixture(params=["bfloat16", "meta"])
-def default(request):
-    """Sets a default once it is called."""
-    yield (
-        lambda: (
-            torch.set_default_device("meta")
-            if request.param == "meta"
-            else torch.set_default_dtype(getattr(torch, request.param))
-        )
-    )
+@pytest.fixture
+def restored():
+    """Sets both defaults back after a test."""
+    yield
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
 
 
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize(
+    "set_default",
+    [
+        partial(torch.set_default_dtype, torch.bfloat16),
+        partial(torch.set_default_device, "meta"),
+    ],
+    ids=["type", "device"],
+)
 @cases("variant", READING, "condense", ids=str)
-def test_defaults_change_nothing(models, default, variant):
+def test_defaults_change_nothing(models, set_default, variant):
     model, inputs = models("llama"), make_inputs("llama", (90, 41))
     logits, kept = replies(model, inputs, variant)
-    default()
+    set_default()
     found, positions = replies(model, inputs, variant)
     assert torch.equal(found, logits)
     assert all(torch.equal(x, y) for x, y in zip(positions, kept, strict=True))

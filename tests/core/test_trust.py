@@ -20,6 +20,10 @@ def prefill(model, inputs, **more):
         return model(**inputs, use_cache=True, **more)
 
 
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
 class TestOurAttentionRuns:
     """A pass in which another attention function runs is an error, at the first layer."""
 
@@ -82,9 +86,6 @@ class TestOurAttentionRuns:
     def test_continuing_interrupted_pass_raises(self, text_model):
         inputs = make_inputs("llama", (40,))
 
-        def interrupt(*args):
-            raise KeyboardInterrupt
-
         with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
             cache = prefill(text_model, inputs).past_key_values
             ending = text_model.model.layers[1].register_forward_pre_hook(interrupt)
@@ -96,11 +97,8 @@ class TestOurAttentionRuns:
 
     @pytest.mark.parametrize("layer", [0, 1])
     def test_continuing_interrupted_turn_raises(self, text_model, layer):
-        """Though no layer has stored the turn's tokens, if it ended in layer 0."""
+        """Also if it was interrupted in layer 0, before any layer stored the turn's tokens."""
         inputs = make_inputs("llama", (40,))
-
-        def interrupt(*args):
-            raise KeyboardInterrupt
 
         with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
             _, said, cache, _ = generate(text_model, inputs, new=3)
