@@ -15,8 +15,8 @@ the fraction removed from each layer, are read too. A model's folder may hold pr
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -81,9 +81,11 @@ class Profile:
         scores = [x for layer in layers for x in layer]
         if len({len(layer) for layer in layers}) != 1 or not scores:
             raise ValueError(f"profile: {name} needs as many heads in every layer, at least one")
-        if not all(0 <= x < math.inf for x in scores) or not (self.retrieval or sum(scores)):
-            least = "0 or more" if self.retrieval else "0 or more and not all 0"
-            raise ValueError(f"profile: {name} scores must be {least}, got {scores[:9]}")
+        most, among = (1, "in [0, 1]") if self.retrieval else (sys.float_info.max, "0 or more")
+        if not all(0 <= x <= most for x in scores):
+            raise ValueError(f"profile: {name} scores must be numbers {among}, got {scores[:9]}")
+        if self.visual and not sum(scores):
+            raise ValueError("profile: visual scores must not all be 0")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile as JSON."""
