@@ -117,6 +117,32 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
     return True
 
 
+def check_linear_layers(cache: CacheState, valid: Tensor, earlier: Tensor | None) -> None:
+    """Check that no padding follows a token whose state a layer with linear attention carries on.
+
+    Args:
+        cache: of which layers may have linear attention.
+        valid: bool [B, q], which new tokens are not padding.
+        earlier: bool [B, seen], the same of earlier tokens; None if there are none.
+
+    Raises:
+        ValueError: padding does; it would change the state.
+    """
+    if not any(isinstance(x, LinearAttentionLayer) for x in cache.layers):
+        return
+    started = valid.cumsum(-1) > 0
+    if earlier is not None:
+        started |= earlier.any(-1, keepdim=True).to(valid.device)
+    padding = started & ~valid
+    if bool(padding.any()):
+        row, token = padding.nonzero()[0].tolist()
+        raise ValueError(
+            f"attention_mask hides token {token} of row {row}, after tokens that it shows: padding "
+            "there changes the state of linear attention. Give questions, or a batch's later "
+            "turns, of equal length, or one at a time"
+        )
+
+
 def log_hidden_replies(cache: CacheState, hidden: Tensor) -> None:
     """Log, once a wrap, that generated tokens that the mask hides took the places of others.
 

@@ -94,8 +94,8 @@ class CompressedCache(CacheState):
             all layers for `size`.
 
         Raises:
-            ValueError: a row has no tokens or is padded on the right, or the mask shows tokens that
-                it hid before, which were not stored.
+            ValueError: a row has no tokens or is padded on the right, the mask shows tokens that it
+                hid before, which were not stored, or padding would change a layer's state.
         """
         phase, seen = self.phase, self.compressed[0].seen
         assert isinstance(phase, Reading)
@@ -103,6 +103,7 @@ class CompressedCache(CacheState):
             self.plan = self.plan.started()
         self.graph_inputs, plan = None, self.plan
         earlier_valid = self.valid_tokens(seen)
+        checks.check_linear_layers(self, valid, earlier_valid)
         if earlier_valid is not None and earlier is not None:
             earlier = earlier.to(earlier_valid.device)
             phase.masks_earlier = checks.masks_earlier(self, earlier_valid, earlier)

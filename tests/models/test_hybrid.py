@@ -49,6 +49,30 @@ def test_a_context_answers_several_questions():
             assert torch.equal(context.ask(asked, **options), want[:, -5:])
 
 
+def test_padding_after_a_token_raises():
+    """It would change the state: padding is in front of a row's first token, or refused."""
+    model, text, refused = model_of(NAME), words(1, 60), "row 1, after .* the state of linear atten"
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, :3] = 0
+    asked = {"input_ids": words(2, 8), "attention_mask": mask}
+    with mmkv.wrapped(model, "condense", 1.0), torch.no_grad():
+        context = mmkv.read(model, {"input_ids": text})
+        with pytest.raises(ValueError, match=refused):
+            context.ask(asked, max_new_tokens=2)
+        model(**asked, use_cache=True)
+        mask[1, 5] = 0
+        with pytest.raises(ValueError, match=f"hides token 5 of {refused}"):
+            model(**asked, use_cache=True)
+    chunks = {**asked, "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    chunks["attention_mask"][1, :5] = 0
+    with mmkv.wrapped(model, "condense", 1.0):
+        whole, parts = (
+            model.generate(**chunks, max_new_tokens=4, do_sample=False, prefill_chunk_size=n)
+            for n in (None, 3)
+        )
+    assert torch.equal(whole, parts)
+
+
 def test_mask_hiding_state_tokens_raises():
     model = model_of(NAME)
     with mmkv.wrapped(model, "prefixkv", 1.0, **short("prefixkv")), torch.no_grad():
