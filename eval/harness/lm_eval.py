@@ -75,6 +75,12 @@ class MMKV(_Base):
         for indices in tqdm(batches, disable=disable_tqdm or self.rank != 0):
             rows: list[dict[str, Any]] = []
             for i in indices:  # a context that is too long is cut at its start
+                if len(requests[i][2]) > self.max_length:
+                    raise ValueError(
+                        f"a continuation has {len(requests[i][2]):,} tokens, more than the model's "
+                        f"{self.max_length:,} positions: give a larger max_length if the model "
+                        "allows it, or leave the task out"
+                    )
                 # The last token of a continuation is not fed.
                 max_context = max(1, self.max_length + 1 - len(requests[i][2]))
                 ids = torch.tensor([requests[i][1][-max_context:]], device=self.device)

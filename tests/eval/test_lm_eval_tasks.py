@@ -153,5 +153,8 @@ def test_long_context_is_cut_as_by_lm_evals_own_model():
     (expected,) = HFLM(make_model("llama"), **given).loglikelihood([request])
     (found,) = MMKV(make_model("llama"), "full", **given).loglikelihood([request])
     assert found == (pytest.approx(expected[0], rel=1e-5), expected[1])
+    long = Instance("loglikelihood", {}, (TEXT, " w8" * 31), 0)
+    with pytest.raises(ValueError, match=r"continuation has 31 tokens, more than .* 30 positions"):
+        MMKV(make_model("llama"), "full", **given).loglikelihood([long])
     with pytest.raises(ValueError, match=r"batch_size=0: .* a number, 1 or more"):
         MMKV(make_model("llama"), batch_size=0, **given)
