@@ -54,7 +54,10 @@ class Variant:
 
     def call(self, budget: float | int) -> str:
         """Return the Python call that wraps a model with this policy at a budget."""
-        size = f'memory="{budget}"' if isinstance(budget, Memory) else repr(budget)
+        size = repr(budget)
+        if isinstance(budget, Memory):
+            exact = Memory.of(text := str(budget)) == budget
+            size = f'memory="{text}"' if exact else f"memory={float(budget)!r}"
         options = {**self.options, PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
         given = [f"{name}={value!r}" for name, value in options.items() if value is not None]
         return f"mmkv.wrap({', '.join(['model', repr(self.policy.name), size, *given])})"

@@ -318,7 +318,7 @@ class TestCommand:
             return real(cache)
 
         monkeypatch.setattr(measure, "kept_by_row", interrupt)
-        asked = ("check", *ASKED, "--memory", "1/2,1/10")
+        asked = ("check", *ASKED, "--memory", "1/2,1/32")
         done = call(*asked)
         assert done.exit_code == 130
         assert "the same command resumes the run" in done.stderr
@@ -329,9 +329,9 @@ class TestCommand:
         assert "nothing is within 1e-09 nats a token" in done.stdout
         done = call(*asked, "--within", "99")
         assert len(seen) == 7 + 9
-        assert "snapkv 10% of bytes" in done.stdout
+        assert "snapkv 3.12% of bytes" in done.stdout
         call_shown = re.search(r"mmkv\.wrap\(.*?\)", " ".join(done.stdout.split()))[0]
-        assert call_shown == "mmkv.wrap(model, 'snapkv', memory=\"10%\", window=6)"
+        assert call_shown == "mmkv.wrap(model, 'snapkv', memory=0.03125, window=6)"  # exactly
         done = call(*asked, "--limit", "2")
         assert (done.exit_code, "choose another --out" in done.stderr) == (2, True)
         assert call("report", "a").exit_code == 0
