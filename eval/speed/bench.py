@@ -192,8 +192,8 @@ class Bench:
         ids = models.make_prompt(model, setting.batch, setting.prompt)
         if row.policy:
             attached = attachment_of(mmkv.wrap(model, row.policy, row.budget, **row.options))
-            # `generate` passes the reply's maximal length to its cache too.
-            max_length = setting.prompt + self.warm + setting.new
+            # As `generate` does; the reply's last token is not read.
+            max_length = setting.prompt + self.warm + setting.new - 1
             cache = CompressedCache(attached.parts.config, attached.plan, max_length=max_length)
         return models.reply(model, ids, cache)
 

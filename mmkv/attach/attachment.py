@@ -228,7 +228,8 @@ def prepare_cache(
         model_kwargs[CACHE] = cache
     if generation_config.num_beams > 1:  # beam search does not call it, so the log would lack it
         graph.pays(attachment.model, model_kwargs, generation_config)
-    cache.max_length = generation_config.max_length or 0
+    # The last token that is generated is not read.
+    cache.max_length = (generation_config.max_length or 1) - 1
     cache.rope_deltas = getattr(generation_config, _OFFSETS, None)
     if cache.rope_deltas is not None:  # one for each row, before rows are repeated for beams
         rows = model_kwargs["position_ids"].shape[-2]

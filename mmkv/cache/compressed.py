@@ -54,7 +54,7 @@ class CompressedCache(CacheState):
     Args:
         config: the decoder's config.
         plan: policy, budget and profile.
-        max_length: prompt and generated tokens at most, to allocate slots for; 0: not known.
+        max_length: how many tokens it reads at most, to allocate slots for; 0: not known.
     """
 
     def update(
