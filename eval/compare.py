@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmkv.terminal import Table
+from mmkv.terminal import Table, printable
 
 from . import store
 from .store import FULL, HIDDEN, METRICS, QUESTION, RunError
@@ -45,7 +45,7 @@ class Comparison:
             model, suite, data, question, _ = map(str, key)
             counts = points.groupby("run")[[*METRICS]].count().min()
             if metrics := [m for m in METRICS if counts[m]]:
-                title = f"{suite} ({data}), question {question}: {model}"
+                title = printable(f"{suite} ({data}), question {question}: {model}")
                 sections.append((title, metrics, points))
         return sections
 

@@ -59,7 +59,8 @@ def _panels(across: int, down: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def _head(axis: Axes, title: str, below: str, beside: str = "") -> None:
-    axis.set_title(textwrap.fill(title, 42), fontsize=10, loc="left")
+    # A name with two dollar signs is no formula.
+    axis.set_title(textwrap.fill(title, 42), fontsize=10, loc="left", parse_math=False)
     axis.set_xlabel(below, fontsize=9)
     axis.set_ylabel(beside, fontsize=9)
 
@@ -73,8 +74,10 @@ def _finish(figure: Figure, title: str) -> Figure:
     legend_style: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": 8}
     columns = 1 + (len(lines) - 1) // 20
     figure.set_figwidth(figure.get_figwidth() + 2.5 * (columns - 1))
-    figure.legend(lines.values(), lines.keys(), ncols=columns, **legend_style)
-    figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
+    legend = figure.legend(lines.values(), lines.keys(), ncols=columns, **legend_style)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", parse_math=False)
     return figure
 
 

@@ -77,7 +77,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def read_run(folder: Path, figures: Iterable[str]) -> tuple[dict[str, Any], list[Row]]:
     """Return a run's settings and environments, and its rows, whose `figures` are numbers or null.
     Raises RunError if a field is missing or of another type: the files may be someone else's."""
-    from pydantic import ConfigDict, ValidationError, create_model
+    from pydantic import ConfigDict, Field, ValidationError, create_model
 
     def schema(**fields: Any) -> Any:
         """Return a model of fields by type, or by type and default; others are not read."""
@@ -95,9 +95,10 @@ def read_run(folder: Path, figures: Iterable[str]) -> tuple[dict[str, Any], list
         "divergences": (list[float], []),
         "tags": list[str],
         "error": (str, ""),
-        **dict.fromkeys(figures, (float | None, None)),
+        **{x: (float | None, Field(None, ge=0 if "bytes" in x else None)) for x in figures},
     }
-    of_run, of_row = schema(settings=settings, made_by=list[made]), schema(**facts)
+    of_run = schema(settings=settings, made_by=(list[made], Field(min_length=1)))
+    of_row = schema(**facts)
     run, rows = read_settings(folder), Store(folder).rows()
     parts = [("run.json", of_run, run)]
     parts += [(f"row {i}", of_row, row) for i, row in enumerate(rows, start=1)]
@@ -108,6 +109,11 @@ def read_run(folder: Path, figures: Iterable[str]) -> tuple[dict[str, Any], list
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
             raise RunError(f"{folder}: {part}: field {name!r}: {first['msg']}") from None
+    for i, row in enumerate(rows, start=1):
+        known = {"policy": run["settings"]["policies"], "budget": [1, *run["settings"]["budgets"]]}
+        for name, values in known.items():
+            if row[name] not in values:
+                raise RunError(f"{folder}: row {i}: run.json has no {name} {row[name]!r}")
     return run, rows
 
 

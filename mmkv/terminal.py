@@ -72,7 +72,14 @@ def write(screen: Console, text: Any, style: str | None = None) -> None:
 def say(text: str) -> None:
     """Print one line on standard error, over the last line of `tell`."""
     clear = "\r\033[K" if sys.stderr.isatty() else ""
-    typer.echo(f"{clear}mmkv: {text}", err=True)
+    typer.echo(f"{clear}mmkv: {printable(text)}", err=True)
+
+
+def printable(text: str) -> str:
+    """Return a text, which may be someone else's, without control characters but line breaks."""
+    return "".join(
+        x if x in "\n\t" or ord(x) > 159 or 32 <= ord(x) < 127 else "\ufffd" for x in text
+    )
 
 
 class _Warnings(logging.Handler):
@@ -211,7 +218,7 @@ class Table:
         from rich.text import Text
 
         if self.title:
-            yield Text(self.title, style="bold")
+            yield Text(printable(self.title), style="bold")
         wide, rest = options.update(width=10_000), list(range(len(self.columns)))
         while rest:
             n, width = len(rest), options.max_width
@@ -219,7 +226,7 @@ class Table:
                 n -= 1
             yield self._part(rest[:n])
             rest = rest[n:]
-        yield from (Text(note, style="dim") for note in self.notes)
+        yield from (Text(printable(note), style="dim") for note in self.notes)
 
     def _part(self, columns: Sequence[int]) -> RichTable:
         from rich.table import Table as RichTable
@@ -228,11 +235,11 @@ class Table:
         table = RichTable()
         table.add_column(Text(self.corner), overflow="fold")
         for i in columns:
-            table.add_column(Text(self.columns[i]), justify="right", overflow="fold")
+            table.add_column(Text(printable(self.columns[i])), justify="right", overflow="fold")
         for name, cells in self.rows:
             # A row may have fewer cells: the others are left empty.
             shown = (name, *(cells[i] for i in columns if i < len(cells)))
-            table.add_row(*(Text(text.replace("**", "")) for text in shown))
+            table.add_row(*(Text(printable(text.replace("**", ""))) for text in shown))
         return table
 
 

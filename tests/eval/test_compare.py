@@ -1,5 +1,6 @@
 """Several runs side by side: what is on the front, tables, pictures, and runs of others."""
 
+import json
 import math
 import re
 import shutil
@@ -134,6 +135,9 @@ def test_runs_of_others_stand_beside_mine(tmp_path, folder):
         ({"tags": "ocr"}, "row 2: field 'tags"),
         ({"index": "first"}, "row 2: field 'index"),
         ({"task": None}, "row 2: field 'task"),
+        ({"held_bytes": -1}, "row 2: field 'held_bytes"),
+        ({"policy": "snapkw"}, "row 2: run.json has no policy 'snapkw'"),
+        ({"budget": 0.2}, "row 2: run.json has no budget 0.2"),
     ],
 )
 def test_invalid_row_raises(tmp_path, folder, change, message):
@@ -148,6 +152,19 @@ def test_invalid_settings_raise(tmp_path):
     bad = write_run(tmp_path / "bad", ROWS, **SETTINGS | {"budgets": "0.1"})
     with pytest.raises(RunError, match=r"run\.json: field 'settings\.budgets'"):
         Comparison([bad])
+    path = write_run(tmp_path / "bad", ROWS, **SETTINGS) / "run.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"made_by": []}))
+    with pytest.raises(RunError, match=r"run\.json: field 'made_by'"):
+        Comparison([bad])
+
+
+def test_names_are_drawn_as_they_are(tmp_path):
+    """Two dollar signs begin no formula, and no control character reaches the terminal."""
+    names = {"model": "price_$5_to_$6\x1b[31m", "data": "$a_$b"}
+    done = call("report", write_run(tmp_path / "run", ROWS, **SETTINGS | names))
+    assert done.exit_code == 0, done.output
+    assert "price_$5_to_$6\ufffd[31m" in done.output
+    assert "\x1b[31m" not in done.output
 
 
 def test_unsupported_policies_are_left_out(capsys, monkeypatch):

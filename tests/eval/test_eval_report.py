@@ -71,7 +71,8 @@ def test_figures_equal_hand_computed_ones(report):
 def test_worst_divergence_is_a_percentile_over_the_tokens_of_all_samples(tmp_path):
     """Between the two largest of 1,000 tokens, 0.1 and 7, a thousandth of the way."""
     rows = [row("snapkv", 0.5, i, divergences=x) for i, x in enumerate([[0.1] * 998, [0.1, 7.0]])]
-    report = Report(write_run(tmp_path, [*rows, row("snapkv", 0.5, 2)]))
+    asked = {"policies": {"snapkv": {}}, "budgets": [0.5]}
+    report = Report(write_run(tmp_path, [*rows, row("snapkv", 0.5, 2)], **asked))
     assert report.figures("snapkv", 0.5)["worst"] == pytest.approx(0.1 + 0.001 * 6.9)
 
 
