@@ -81,7 +81,10 @@ def eval_command(
     ] = 1,
     image_folder: arguments.ImagesOption = None,
     max_length: Annotated[
-        int | None, typer.Option(min=64, help="Cut long texts to it. [default: the model's]")
+        int | None,
+        typer.Option(
+            min=64, help="Cut longbench and summaries to so many tokens. [default: the model's]"
+        ),
     ] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",

@@ -16,7 +16,7 @@ from torch import OutOfMemoryError, Tensor
 import mmkv
 from mmkv.attach.attachment import attachment_of
 from mmkv.calls import cache_in, unwrap_container
-from mmkv.chat import on_device
+from mmkv.chat import max_positions, on_device
 from mmkv.forcing import (
     Read,
     Scored,
@@ -88,6 +88,24 @@ class Batch:
         """Return the token ids of the reference answers."""
         return [self.job.encoder.answer(sample) for sample in self.samples]
 
+    def check_lengths(self) -> None:
+        """Raise ValueError if a prompt and its reply need more positions than the model has."""
+        positions = max_positions(self.job.model)
+        if positions is None:
+            return
+        measures, compares = self.job.measures, self.job.measures(*COMPARED)
+        lengths = self.inputs["attention_mask"].sum(-1).tolist()
+        for sample, answer, n in zip(self.samples, self.answers, lengths, strict=True):
+            along_text = compares and sample.is_continuation
+            reads = measures("ppl") or along_text
+            generates = measures("rouge", "score") or (compares and not along_text)
+            n_new = max(len(answer) * reads, sample.max_new_tokens * generates)
+            if n + n_new > positions:
+                raise ValueError(
+                    f"sample {sample.id} has {n:,} tokens, and with {n_new} of a reply more than "
+                    f"the model's {positions:,} positions"
+                )
+
     @property
     def replies(self) -> list[list[int]]:
         """Return token ids along which next tokens are compared: a text's continuation, or else
@@ -133,6 +151,7 @@ def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     the row of one that fails again holds the reason in `error`."""
     job = batch.job
     try:
+        batch.check_lengths()
         if variant.label != FULL:  # these need the model before it is wrapped
             _ = job.by_generate
             if job.measures(*COMPARED):
@@ -208,10 +227,11 @@ def _measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
                 n = max(0, len(answer if sample.is_continuation else ids) - 1)
                 row |= {"reply": ids, "divergence_sum": 0.0, "next_sum": n, "next_tokens": n}
             if generates:
-                text = job.encoder.decode(ids).strip()
+                reply = job.encoder.decode(ids)
+                text = reply.strip()
                 full_text = text if is_full else job.full.get(row["index"], {}).get("text")
                 rouge_figures = _rouge(sample, text, full_text) if "rouge" in job.metrics else {}
-                row |= {"text": text, "score": score(sample, text), **rouge_figures, **times}
+                row |= {"text": text, "score": score(sample, reply), **rouge_figures, **times}
         held_bytes = held_bytes or first_bytes
     seconds = (time.perf_counter() - start) / len(rows)
     cache = cache if context is None else context.cache  # the one that was compressed

@@ -12,6 +12,8 @@ from mmkv.context_texts import adds_special, left_padded
 
 from .samples import Sample, read_image
 
+LEAST_ROOM = 64  # tokens to which a prompt may be cut
+
 
 class Encoder:
     """Encoder of samples by a transformers processor, or by a text model's tokenizer. Prompts of
@@ -104,14 +106,20 @@ class Encoder:
 
     def fit(self, sample: Sample) -> str:
         """Return the prompt's text; one that is too long loses its middle, as in LongBench, if the
-        sample allows it."""
+        sample allows it. Raises ValueError if little would be left."""
         if not sample.truncate or self.max_length is None:
             return sample.prompt
         # The chat template may add up to 32 tokens.
-        room = max(2, self.max_length - sample.max_new_tokens - 32)
+        room = self.max_length - sample.max_new_tokens - 32
         ids = self._ids(sample.prompt, special=False)
         if len(ids) <= room:
             return sample.prompt
+        if room < LEAST_ROOM:
+            raise ValueError(
+                f"sample {sample.id}: {self.max_length} tokens leave fewer than {LEAST_ROOM} for "
+                f"its prompt, beside {sample.max_new_tokens} of a reply and 32 of a chat template: "
+                "give a larger --max-length, or a model of more positions"
+            )
         return self.decode(ids[: room // 2]) + self.decode(ids[-(room // 2) :])
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -98,8 +98,9 @@ def test_hiding_without_question_raises(model, samples, tmp_path):
     assert all("is not a context and then a question" in e for e in errors)
     with pytest.raises(ValueError, match="is not a context and then a question"):
         Encoder(make_tokenizer()).apart([Sample(id="a", prompt="text", question="else")])
-    long = replace(samples[0], truncate=True, question=samples[0].prompt[2:])
-    encoder = Encoder(make_tokenizer(), max_length=34 + long.max_new_tokens)
+    words = samples[0].prompt * 9
+    long = replace(samples[0], truncate=True, prompt=words, question=words[2:])
+    encoder = Encoder(make_tokenizer(), max_length=96 + long.max_new_tokens)
     with pytest.raises(ValueError, match="longer than half of the prompt"):
         encoder.apart([long])
 

@@ -14,11 +14,13 @@ from PIL import Image
 
 from helpers.evaluation import make_samples, save_model
 from helpers.marks import cases
+from helpers.models import make_model
 from helpers.processes import exit_code
 from mmkv.cache.compressed import CompressedCache
 from mmkv.chat import option_texts
 from mmkv.eval import measure, runner
 from mmkv.eval.measure import perplexity
+from mmkv.eval.prompts import Encoder
 from mmkv.eval.store import RunError, digest, key_of, read_rows, read_settings
 from mmkv.eval.tabulate import Report
 from mmkv.eval.variants import parse_variants, plugin_arguments
@@ -145,6 +147,39 @@ def test_replies_are_scored_as_the_sample_asks(model, tokenizer, tmp_path):
     assert [r["new_tokens"] for r in rows] == [3, 6, 6, 6, 6]
     assert [r["score"] for r in rows[1:]] == [1.0] * 4
     assert rows[0]["score"] < 1
+
+
+def test_prompt_longer_than_the_model_is_an_error(tokenizer, tmp_path):
+    """With what is read of its reply or its answer; the others of its batch are measured."""
+    model, samples = make_model("llama"), make_samples((60, 52, 40), new=8)
+    for metrics, positions, fit in (
+        (["score"], 67, {1, 2}),
+        (["score"], 60, {1, 2}),
+        (["score"], 59, {2}),
+        (["ppl"], 59, {1, 2}),
+        (["next"], 68, {0, 1, 2}),
+    ):
+        model.config.max_position_embeddings = positions
+        folder = tmp_path / f"{metrics[0]}-{positions}"
+        rows = run(model, tokenizer, folder, samples, metrics=metrics, policies=["snapkv"])
+        assert {row["index"] for row in rows if "error" not in row} == fit
+        for row in rows:
+            if row["index"] not in fit:
+                assert "of a reply more than the model's" in row["error"]
+
+
+def test_blanks_before_a_line_of_code_count(model, tokenizer, tmp_path, monkeypatch):
+    """As in LongBench, whose rule removes line breaks alone."""
+    decode = Encoder.decode
+    monkeypatch.setattr(Encoder, "decode", lambda *x: "    " + decode(*x))
+    asked = {"policies": ["full"], "metrics": ["score"]}
+    rows = run(model, tokenizer, tmp_path / "a", **asked)
+    samples = [
+        replace(sample, answers=("    " + row["text"],), metric="edit_similarity")
+        for sample, row in zip(make_samples(), rows, strict=True)
+    ]
+    rows = run(model, tokenizer, tmp_path / "b", samples, **asked)
+    assert {row["score"] for row in rows} == {1.0}
 
 
 @cases("whole_lines", [0, 8], 8)

@@ -146,12 +146,16 @@ def test_the_benchmarks_own_prompt_files_serve_every_task(tmp_path):
 
 
 def test_long_prompts_lose_their_middle():
-    text = " ".join(f"w{i}" for i in range(10, 30))
+    text = " ".join(f"w{5 + i % 80}" for i in range(100))
     sample = Sample(id="a", suite="b", task="c", prompt=text, truncate=True, max_new_tokens=8)
-    for room, kept in ((20, (10, 10)), (8, (4, 4)), (7, (3, 3)), (0, (1, 1))):
+    for room, kept in ((100, (50, 50)), (80, (40, 40)), (65, (32, 32)), (64, (32, 32))):
         found = Encoder(make_tokenizer(), max_length=room + 8 + 32).fit(sample)
         words = text.split()
         assert found.replace(" ", "") == "".join(words[: kept[0]] + words[-kept[1] :]), room
+    with pytest.raises(
+        ValueError, match=r"sample a: 103 tokens leave fewer than 64 for its prompt"
+    ):
+        Encoder(make_tokenizer(), max_length=63 + 8 + 32).fit(sample)
     whole = replace(sample, truncate=False)
     assert Encoder(make_tokenizer(), max_length=48).fit(whole) == text
 
