@@ -47,7 +47,8 @@ def encode(
     if isinstance(inputs, Tensor):
         if inputs.ndim not in (1, 2) or inputs.is_floating_point() or inputs.dtype == torch.bool:
             raise ValueError(f"ids of {inputs.dtype} {list(inputs.shape)}: expected ints, [B, N]")
-        return {"input_ids": inputs.long().view(-1, inputs.shape[-1])}, earlier or ChatState()
+        ids = inputs.long() if inputs.ndim == 2 else inputs.long()[None]
+        return {"input_ids": ids}, earlier or ChatState()
     texts: list[Any] = [inputs] if isinstance(inputs, str) else []
     if isinstance(inputs, list | tuple):
         texts = list(inputs)

@@ -197,8 +197,6 @@ class Context:
         new_inputs = _tensors(inputs, self.model)
         earlier, n_new = self.inputs, len(new_inputs["input_ids"])
         rows = len(earlier["input_ids"])
-        if new_inputs["input_ids"].shape[1] == 0:
-            raise ValueError("no tokens to add to the context: give at least one")
         if rows != n_new and (rows != 1 or not asks):
             raise ValueError(
                 f"{n_new} rows for a context of {rows}: give one row for each row of the context"
@@ -351,9 +349,9 @@ def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
             f"input_ids is a {type(tensors['input_ids']).__name__}: expected a tensor [B, N], as "
             'processors return with return_tensors="pt"'
         )
-    if tensors["input_ids"].ndim != 2:
+    if tensors["input_ids"].ndim != 2 or not tensors["input_ids"].numel():
         shape = tuple(tensors["input_ids"].shape)
-        raise ValueError(f"input_ids of shape {shape}: expected [B, N]")
+        raise ValueError(f"input_ids of shape {shape}: expected [B, N], with tokens")
     ids, n_ids = tensors["input_ids"], model.get_input_embeddings().num_embeddings
     if bool(((ids < 0) | (ids >= n_ids)).any()):
         lowest, highest = int(ids.min()), int(ids.max())

@@ -116,6 +116,7 @@ def before_decoder(
     check_cache(cache, attachment)
     embeds = kwargs.get("inputs_embeds")
     tokens = kwargs["input_ids"] if embeds is None else embeds
+    checks.check_rows(cache, len(tokens))
     if cache.short_positions is not None:
         longrope.use_one_frequency(attachment, cache, tokens.shape[1], kwargs.get("position_ids"))
     mask = kwargs.get("attention_mask")

@@ -72,6 +72,19 @@ def check_read(cache: CacheState, ids: Tensor, mask: Tensor | None) -> None:
         )
 
 
+def check_rows(cache: CacheState, n_rows: int) -> None:
+    """Check that a pass has as many rows as the cache. Raises ValueError."""
+    if cache.prompt is None or len(cache.prompt.valid) == n_rows:
+        return
+    held = len(cache.prompt.valid)
+    repeats = n_rows % held == 0
+    remedy = f"repeat_interleave({n_rows // held})" if repeats else "select_indices(rows)"
+    raise ValueError(
+        f"rows differ: the cache has {held}, this pass {n_rows}. Give as many, or call "
+        f"cache.batch_{remedy} first"
+    )
+
+
 def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
     """Return whether the mask `earlier` hides any `valid` token, bool [B, seen] both.
 

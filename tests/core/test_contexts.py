@@ -813,9 +813,11 @@ def test_invalid_questions_raise(models):
             context.ask(question(4, rows=3), max_new_tokens=2)
         with pytest.raises(ValueError, match="1 rows for a context of 2"):
             context.append(question(4))
-        for use in (context.ask, context.append):
-            with pytest.raises(ValueError, match="no tokens to add to the context"):
-                use(question(0, rows=2))
+        empty = question(0, rows=2)
+        for use in (context.ask, context.append, functools.partial(mmkv.read, model)):
+            for given in (empty, empty["input_ids"]):
+                with pytest.raises(ValueError, match=r"input_ids of shape \(2, 0\): .* tokens"):
+                    use(given)
         with pytest.raises(ValueError, match=r"position_ids: .* leave position_ids out"):
             mmkv.read(model, {**inputs, "position_ids": torch.arange(40).expand(2, -1)})
         with pytest.raises(ValueError, match=r'input_ids is a list: .* return_tensors="pt"'):

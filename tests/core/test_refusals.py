@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,6 +250,23 @@ def test_rows_that_a_cache_does_not_have_are_refused(text_model, kv_dtype):
     torch.testing.assert_close(steps[0].logits, steps[1].logits)
 
 
+def test_pass_of_other_rows_than_the_cache_is_refused(text_model):
+    """Such as beams that continue it; with its rows repeated they run."""
+    inputs = make_inputs("llama", (40,))
+    with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
+        _, words, cache, _ = generate(text_model, inputs, new=2)
+        ids = torch.cat([inputs["input_ids"], words, torch.tensor([[5, 6]])], dim=1)
+        turn: Any = {"input_ids": ids, "past_key_values": cache, "max_new_tokens": 3}
+        with pytest.raises(
+            ValueError, match=r"cache has 1, this pass 2\. .*repeat_interleave\(2\)"
+        ):
+            text_model.generate(**turn, num_beams=2)
+        cache.batch_repeat_interleave(2)
+        with pytest.raises(ValueError, match=r"cache has 2, this pass 3\. .*select_indices\(rows"):
+            text_model(input_ids=torch.tensor([[5]] * 3), past_key_values=cache)
+        assert text_model.generate(**turn, num_beams=2).shape[1] == 47
+
+
 def test_padding_among_tokens_that_continue(text_model):
     inputs, new = make_inputs("llama", (40,)), torch.tensor([[5, 6, 7]])
     mask = torch.ones(1, 43, dtype=torch.long)
@@ -401,7 +419,7 @@ PAIR = [[0.1, 0.2]] * 3
         (OWN | {"retrieval": [[0.1], [0.1, 0.2], [0.1]]}, ".*as many heads"),
         (OWN | {"retrieval": PAIR[:2]}, ".*2 layers"),
         (OWN | {"visual": [[1.0, -1.0]] * 3}, ".*0 or more"),
-        (OWN | {"visual": [[0.0, 0.0]] * 3}, ".*not all 0"),
+        (OWN | {"visual": [[0.0, 0.0]] * 3}, ".*not all be 0"),
         (OWN | {"visual": [1.0, 2.0, 3.0]}, ".*'visual' is not a list"),
         (OWN | {"visual": [[1.0, math.nan]] * 3}, ""),
     ],
