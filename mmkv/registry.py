@@ -98,7 +98,7 @@ def policy_class(name: str) -> type[Policy]:
     raise ValueError(names.unknown("policy", name, sorted(_policies)))
 
 
-def get_policy(name: str, **options: Any) -> Policy:
+def get_policy(name: str, /, **options: Any) -> Policy:
     """Return a policy by name, with options overriding its defaults.
 
     Raises:

@@ -101,6 +101,8 @@ def chat(
                 raise ValueError(f"--out {out}: with --context no figures are drawn: leave it out")
         elif paths:
             _check_out(out or _OUT, len(paths))
+        elif out is not None:
+            raise ValueError(f"--out {out}: without a picture no figures are drawn: leave it out")
     else:
         given = {"--context": context, "--out": out, "--json": as_json, "--layers": layers}
         for name, value in given.items():

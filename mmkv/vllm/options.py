@@ -246,6 +246,12 @@ def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) 
     heads, unit, found = model.get_total_num_kv_heads(), 1, list[HeadClass]()
     if isinstance(policy.heads, RetrievalHeads):
         scores = _probed(model, given.get("probe"), len(layers), heads)
+        if kinds and len(layers) < len(kinds) and heads > 1:
+            raise ValueError(
+                "mmkv in vLLM does not support heads of different sizes beside layers with a "
+                "sliding window, as vLLM pads the pages of single heads to those of whole layers: "
+                "use 'heads': 'uniform'"
+            )
         if (table := by_copying(policy, scores, tuple(layers))) is not None:
             flat = [weight for of_layer in table.weights for weight in of_layer]
             shares = proportional(flat, budget * len(flat), 1.0)

@@ -28,13 +28,31 @@ class Sizes:
 
     Attributes:
         share: the share of the tokens, in (0, 1).
-        least: heads keep about as many tokens at least (`Policy.least`).
+        least: how many tokens a head keeps at least, as a mean over all heads (`Policy.least`).
         always: tokens that the policy keeps whatever their scores; no head keeps fewer.
+        classes: share and number of heads of every class, largest share first; (): this one alone.
     """
 
     share: float
     least: int
     always: int
+    classes: tuple[tuple[float, int], ...] = ()
+
+    def target(self, tokens: Any) -> Any:
+        """Return how many of so many tokens a head should keep; int64, as `tokens` in shape.
+
+        Of a prompt so short that the mean is `least`, sizes are in proportion to the shares, and
+        what exceeds the prompt is split among the heads of the other classes.
+        """
+        classes = self.classes or ((self.share, 1),)
+        left = np.minimum(self.least, tokens) * sum(n for _, n in classes)
+        weight = sum(share * n for share, n in classes)
+        scale = left / weight
+        for share, n in classes[:-1]:
+            left, weight = left - n * tokens, weight - n * share
+            scale = np.where(scale * share < tokens, scale, left / weight)
+        least = np.rint(np.minimum(tokens, scale * self.share))
+        return np.maximum(least, np.ceil(self.share * tokens)).astype(np.int64)
 
     def dropped(self, tokens: Any, block: int) -> Any:
         """Return how many blocks a head frees when so many tokens are compressed.
@@ -42,7 +60,7 @@ class Sizes:
         It then holds `tokens - dropped * block` pairs: as near to its size as blocks allow, and not
         much below it. `tokens` is a number or an array.
         """
-        target = np.maximum(self.least, np.ceil(self.share * tokens).astype(np.int64))
+        target = self.target(tokens)
         nearest = np.maximum(tokens - target + block // 2, 0) // block
         floor = np.maximum(self.always, -(-3 * target // 4))
         return np.minimum(nearest, np.maximum(tokens - floor, 0) // block)
@@ -96,9 +114,10 @@ def settings(text: str) -> Settings:
         for layer, of_layer in by_layer.items():
             units = [tuple(of_layer[i : i + unit]) for i in range(0, len(of_layer), unit)]
             classes[layer].setdefault(share, []).extend(units)
-    always, least = policy.window_size + policy.sinks + 1, policy.least / given["budget"]
+    always = policy.window_size + policy.sinks + 1
+    counts = tuple((share, len(heads)) for share, heads in given["classes"])
     sizes = {
-        share: Sizes(share, max(1, round(least * share)), always)
+        share: Sizes(share, policy.least, always, counts)
         for share, _ in given["classes"]
         if share < 1
     }

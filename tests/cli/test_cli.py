@@ -147,10 +147,11 @@ class TestChat:
 
     def test_text_only_from_standard_input(self, capsys, monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "stdin", io.StringIO(LONG))
-        out, _, code = run(capsys, "chat", "-", "--out", tmp_path / "none", *SHORT)
+        monkeypatch.chdir(tmp_path)
+        out, _, code = run(capsys, "chat", "-", *SHORT)
         assert code == 0
         assert "image tokens" not in out
-        assert not (tmp_path / "none").exists()
+        assert not list(tmp_path.iterdir())
 
     def test_texts_come_before_the_question_and_long_ones_are_not_repeated(
         self, capsys, monkeypatch, tmp_path
@@ -344,6 +345,7 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
         (("--layers",), "--layers needs a question"),
         (("--out", "one.png"), "--out needs a question"),
         (("--context", "c", "whole.png", "x", "--out", "one.png"), "no figures are drawn"),
+        (("x", "--out", "one.png"), "--out one.png: without a picture no figures are drawn"),
         (("--profile", "p.json"), "profile p.json: No such file"),
     ],
     *(("none.png", "x"), ("whole.png", "x", "--out", "kept.xyz"), ("--json",)),

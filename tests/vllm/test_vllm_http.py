@@ -77,7 +77,7 @@ def test_completions_at_once_equal_transformers(client: Any, tiny: Path, twin: A
     given = {"budget": 0.3}
     resolved = options.resolved(config, given, *options.parsed(given))
     shares = {tuple(place): share for share, heads in resolved["classes"] for place in heads}
-    expected = Reference(twin, shares, condense, least=64 / 0.3, always=2, block=BLOCK)
+    expected = Reference(twin, shares, condense, least=64, always=2, block=BLOCK)
     assert found == [expected.generate(x, 12) for x in ids]
 
 

@@ -9,9 +9,10 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
-from vllm_engines import BLOCK, prompts
+from vllm_engines import BLOCK, HEADS, prompts
 
 from mmkv.profiles import Profile
+from mmkv.sizes.profiled import proportional
 from mmkv.vllm import options, probes
 from mmkv.vllm.classes import CLASSES, classes_of
 from mmkv.vllm.settings import Sizes
@@ -28,6 +29,7 @@ from mmkv.vllm.settings import Sizes
         ({"budget": 200}, "budget=200: in vLLM a budget is a share"),
         ({"budget": 0.2, "polcy": "snapkv"}, "'polcy'"),
         ({"budget": 0.2, "policy": "snapvk"}, "'snapvk'"),
+        ({"budget": 0.2, "name": "x"}, "unknown option 'name'"),
         ({"budget": 0.2, "policy": 3}, "policy=3: expected a name"),
         ({"budget": 0.2, "policy": "snapkv", "window": 0}, "window=0"),
         ({"budget": 0.2, "policy": "full"}, "keeps everything"),
@@ -64,7 +66,7 @@ def created(folder: Path, mmkv: Any, **more: Any) -> Any:
     return arguments.create_engine_config()
 
 
-def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path) -> None:
+def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path, tmp_path: Path) -> None:
     given = {"budget": 0.3, "probe": str(tiny / "probe.json")}
     speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     with pytest.raises(ValueError, match="budget=0: must be above 0"):
@@ -84,6 +86,14 @@ def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path) -> None:
         created(tiny, given, runner="pooling")
     with pytest.raises(ValueError, match="all have a sliding window, of 64 tokens"):
         created(tiny, given, hf_overrides={"sliding_window": 64})
+    kinds = ["full_attention", "sliding_attention"] * 2
+    windows = {"sliding_window": 64, "layer_types": kinds, "model_type": "llama"}
+    some: Any = {"hf_overrides": windows, "enable_prefix_caching": False}
+    uniform = created(tiny, {"budget": 0.3, "heads": "uniform"}, **some)
+    assert uniform.additional_config["mmkv"]["unit"] == HEADS
+    Profile(retrieval=((0.5,) * HEADS,) * 2).save(tmp_path / "half.json")
+    with pytest.raises(ValueError, match=r"beside layers with a sliding window, .*: use 'heads'"):
+        created(tiny, given | {"probe": str(tmp_path / "half.json")}, **some)
     for share in (1.0, 0.9999999):
         with pytest.raises(ValueError, match="keeps everything: leave the mmkv options out"):
             created(tiny, {"budget": share, "heads": "uniform"})
@@ -143,6 +153,17 @@ def test_sizes_are_blocks_near_the_share(share: float) -> None:
         target = min(tokens, max(8, share * tokens))
         assert 0 < kept <= tokens
         assert 0.74 * target - 1 <= kept < target + 1.01 * BLOCK
+
+
+def test_short_prompts_keep_the_least_as_a_mean_over_heads() -> None:
+    """What a head cannot keep of a short prompt, the others do, as in `mmkv.wrap`."""
+    classes = (1.0, 10), (0.3, 20), (0.05, 60)
+    shares = [share for share, n in classes for _ in range(n)]
+    for tokens in (1, 40, 64, 70, 100, 200, 300):
+        found = [int(Sizes(x, 64, 2, classes).target(tokens)) for x in shares]
+        wanted = proportional(shares, len(shares) * min(64, tokens), tokens)
+        assert found == pytest.approx(wanted, abs=0.51)
+    assert [int(Sizes(x, 64, 2, classes).target(3000)) for x, _ in classes] == [3000, 900, 150]
 
 
 def test_without_options_vllm_is_as_ever(start: Any, twin: Any) -> None:

@@ -78,7 +78,7 @@ def test_prompts_with_pictures_equal_transformers(
         attn_implementation={"text_config": NAME, "vision_config": "sdpa"},
     ).eval()
     processor = AutoProcessor.from_pretrained(llava)
-    expected = Reference(model, shares, condense, least=64 / 0.3, always=2, block=BLOCK)
+    expected = Reference(model, shares, condense, least=64, always=2, block=BLOCK)
     for (text, images), reply, request in zip(asked, found, done, strict=True):
         inputs = dict(processor(images=images, text=text, return_tensors="pt"))
         ids = inputs.pop("input_ids")[0].tolist()

@@ -20,6 +20,7 @@ from mmkv.layer_inputs import LayerInputs, Rotary
 from mmkv.merge.groups import MergeIntoGroups
 from mmkv.scores import window_attention
 from mmkv.scores.observers import Observers
+from mmkv.sizes.profiled import proportional
 
 Pairs = tuple[Tensor, Tensor, Tensor]  # keys and values [M, D], logarithms of weights [M]
 NAME = "mmkv_reference"
@@ -32,7 +33,7 @@ class Reference:
         model: the model.
         shares: the share of the prompt that each head keeps, by layer and head.
         keep: chooses a head's pairs: `condense` or `snapkv`.
-        least: heads keep at least so many tokens at a share of 1, and in proportion else.
+        least: a head keeps at least so many tokens, as a mean over all.
         always: tokens that are always kept.
         block: tokens of a block: sizes are the prompt's less a number of blocks.
     """
@@ -53,7 +54,11 @@ class Reference:
         self.boundary = 0
 
     def size(self, share: float, tokens: int) -> int:
-        target = max(1, round(self.least * share), math.ceil(share * tokens))
+        target, shares = math.ceil(share * tokens), list(self.shares.values())
+        if self.least * len(shares) > sum(shares) * tokens:
+            total = len(shares) * min(self.least, tokens)
+            sizes = proportional(shares, total, tokens)
+            target = max(target, round(sizes[shares.index(share)]))
         blocks = max(0, math.floor((tokens - target) / self.block + 0.5))
         while blocks and tokens - blocks * self.block < max(self.always, 0.75 * target):
             blocks -= 1
