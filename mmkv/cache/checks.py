@@ -66,8 +66,9 @@ def check_read(cache: CacheState, ids: Tensor, mask: Tensor | None) -> None:
         differ &= ~hidden.repeat_interleave(len(read) // len(hidden), 0)
     if bool(differ.any()):
         row, place = differ.nonzero()[0].tolist()
+        rows = f" (of {len(read)} in the cache and {len(ids)} here)" if len(read) > len(ids) else ""
         raise ValueError(
-            f"the cache has read another prompt: row {row} differs at token {place}; "
+            f"the cache has read another prompt: row {row}{rows} differs at token {place}; "
             "give all that it has read as it was, and new tokens after it, or start without it"
         )
 

@@ -265,6 +265,11 @@ def test_pass_of_other_rows_than_the_cache_is_refused(text_model):
         with pytest.raises(ValueError, match=r"cache has 2, this pass 3\. .*select_indices\(rows"):
             text_model(input_ids=torch.tensor([[5]] * 3), past_key_values=cache)
         assert text_model.generate(**turn, num_beams=2).shape[1] == 47
+        inputs = make_inputs("llama", (40, 40))
+        _, words, cache, _ = generate(text_model, inputs, new=2)
+        ids = torch.cat([inputs["input_ids"], words, words], dim=1)[:1]
+        with pytest.raises(ValueError, match=r"row 1 \(of 2 in the cache and 1 here\) differs"):
+            text_model.generate(ids, past_key_values=cache, max_new_tokens=2)
 
 
 def test_padding_among_tokens_that_continue(text_model):
