@@ -22,14 +22,13 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from mmkv.budgets import named, number
-from mmkv.chat import max_positions
 from mmkv.forcing import checked_inputs
 from mmkv.memory import BITS, Memory
 from mmkv.terminal import Table, bar, plain
 
 from .arguments import MEMORY
 from .measure import Batch, Job, measure
-from .prompts import Encoder
+from .prompts import Encoder, check_positions
 from .runner import check_arguments, try_all
 from .samples import Sample
 from .store import FULL, Row, key_of
@@ -157,17 +156,12 @@ def check_lengths(model: Any, lengths: Sequence[int], max_new_tokens: int) -> No
     """Refuse a prompt of one token, or one too long for the model with its reply."""
     if not lengths:
         raise ValueError("check: no prompts: give one or more")
-    positions = max_positions(model) or math.inf
     for i, n in enumerate(lengths, start=1):
         if n < 2:
             raise ValueError(
                 f"prompt {i} has {n} token: there is nothing to compress; give a longer one"
             )
-        if n + max_new_tokens > positions:
-            raise ValueError(
-                f"prompt {i} has {n:,} tokens, and with {max_new_tokens} of a reply more than the "
-                f"model's {positions:,} positions: shorten it"
-            )
+        check_positions(model, f"prompt {i}", n, max_new_tokens)
 
 
 def _length(inputs: Mapping[str, Any], i: int) -> int:

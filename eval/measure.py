@@ -16,7 +16,7 @@ from torch import OutOfMemoryError, Tensor
 import mmkv
 from mmkv.attach.attachment import attachment_of
 from mmkv.calls import cache_in, unwrap_container
-from mmkv.chat import max_positions, on_device
+from mmkv.chat import on_device
 from mmkv.forcing import (
     Read,
     Scored,
@@ -29,7 +29,7 @@ from mmkv.forcing import (
 from mmkv.report import mean_known
 from mmkv.rouge import rouge
 
-from .prompts import Encoder
+from .prompts import Encoder, check_positions
 from .replay import Capture, applies, asked, continued
 from .samples import Sample
 from .scoring import score
@@ -88,23 +88,20 @@ class Batch:
         """Return the token ids of the reference answers."""
         return [self.job.encoder.answer(sample) for sample in self.samples]
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Return the number of tokens of each prompt."""
+        return self.inputs["attention_mask"].sum(-1).tolist()
+
     def check_lengths(self) -> None:
-        """Raise ValueError if a prompt and its reply need more positions than the model has."""
-        positions = max_positions(self.job.model)
-        if positions is None:
-            return
+        """Raise ValueError if a prompt is too long for the model with what is read after it."""
         measures, compares = self.job.measures, self.job.measures(*COMPARED)
-        lengths = self.inputs["attention_mask"].sum(-1).tolist()
-        for sample, answer, n in zip(self.samples, self.answers, lengths, strict=True):
+        for sample, answer, n in zip(self.samples, self.answers, self.lengths, strict=True):
             along_text = compares and sample.is_continuation
             reads = measures("ppl") or along_text
             generates = measures("rouge", "score") or (compares and not along_text)
             n_new = max(len(answer) * reads, sample.max_new_tokens * generates)
-            if n + n_new > positions:
-                raise ValueError(
-                    f"sample {sample.id} has {n:,} tokens, and with {n_new} of a reply more than "
-                    f"the model's {positions:,} positions"
-                )
+            check_positions(self.job.model, f"sample {sample.id}", n, n_new)
 
     @property
     def replies(self) -> list[list[int]]:

@@ -12,7 +12,7 @@ from mmkv.context_texts import adds_special, left_padded
 
 from .samples import Sample, read_image
 
-LEAST_ROOM = 64  # tokens to which a prompt may be cut
+_LEAST_ROOM = 64  # tokens to which a prompt may be cut
 
 
 class Encoder:
@@ -114,9 +114,9 @@ class Encoder:
         ids = self._ids(sample.prompt, special=False)
         if len(ids) <= room:
             return sample.prompt
-        if room < LEAST_ROOM:
+        if room < _LEAST_ROOM:
             raise ValueError(
-                f"sample {sample.id}: {self.max_length} tokens leave fewer than {LEAST_ROOM} for "
+                f"sample {sample.id}: {self.max_length} tokens leave fewer than {_LEAST_ROOM} for "
                 f"its prompt, beside {sample.max_new_tokens} of a reply and 32 of a chat template: "
                 "give a larger --max-length, or a model of more positions"
             )
@@ -149,6 +149,19 @@ def _context_of(prompt: str, sample: Sample) -> str:
     if not prompt.endswith(sample.asked):
         raise ValueError(f"sample {sample.id}: its question is longer than half of the prompt")
     return prompt.removesuffix(sample.asked)
+
+
+def check_positions(model: Any, what: str, n_prompt: int, n_reply: int) -> None:
+    """Raise ValueError if a prompt and its reply have more tokens than the model has positions.
+
+    `what` names the prompt in the message.
+    """
+    positions = max_positions(model)
+    if positions is not None and n_prompt + n_reply > positions:
+        raise ValueError(
+            f"{what} has {n_prompt:,} tokens, and with {n_reply} of a reply more than the model's "
+            f"{positions:,} positions: shorten it"
+        )
 
 
 def encode_samples(loaded: Loaded, samples: Sequence[Sample]) -> list[dict[str, Any]]:

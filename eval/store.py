@@ -109,8 +109,8 @@ def read_run(folder: Path, figures: Iterable[str]) -> tuple[dict[str, Any], list
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"]))
             raise RunError(f"{folder}: {part}: field {name!r}: {first['msg']}") from None
+    known = {"policy": run["settings"]["policies"], "budget": [1, *run["settings"]["budgets"]]}
     for i, row in enumerate(rows, start=1):
-        known = {"policy": run["settings"]["policies"], "budget": [1, *run["settings"]["budgets"]]}
         for name, values in known.items():
             if row[name] not in values:
                 raise RunError(f"{folder}: row {i}: run.json has no {name} {row[name]!r}")

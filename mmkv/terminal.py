@@ -23,6 +23,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table as RichTable
+    from rich.text import Text
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,6 +81,12 @@ def printable(text: str) -> str:
     return "".join(
         x if x in "\n\t" or ord(x) > 159 or 32 <= ord(x) < 127 else "\ufffd" for x in text
     )
+
+
+def _text(text: str, style: str = "") -> Text:
+    from rich.text import Text
+
+    return Text(printable(text), style=style)
 
 
 class _Warnings(logging.Handler):
@@ -215,10 +222,9 @@ class Table:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield the parts, none of them wider than the console."""
         from rich.measure import Measurement
-        from rich.text import Text
 
         if self.title:
-            yield Text(printable(self.title), style="bold")
+            yield _text(self.title, "bold")
         wide, rest = options.update(width=10_000), list(range(len(self.columns)))
         while rest:
             n, width = len(rest), options.max_width
@@ -226,20 +232,19 @@ class Table:
                 n -= 1
             yield self._part(rest[:n])
             rest = rest[n:]
-        yield from (Text(printable(note), style="dim") for note in self.notes)
+        yield from (_text(note, "dim") for note in self.notes)
 
     def _part(self, columns: Sequence[int]) -> RichTable:
         from rich.table import Table as RichTable
-        from rich.text import Text
 
         table = RichTable()
-        table.add_column(Text(self.corner), overflow="fold")
+        table.add_column(_text(self.corner), overflow="fold")
         for i in columns:
-            table.add_column(Text(printable(self.columns[i])), justify="right", overflow="fold")
+            table.add_column(_text(self.columns[i]), justify="right", overflow="fold")
         for name, cells in self.rows:
             # A row may have fewer cells: the others are left empty.
             shown = (name, *(cells[i] for i in columns if i < len(cells)))
-            table.add_row(*(Text(printable(text.replace("**", ""))) for text in shown))
+            table.add_row(*(_text(text.replace("**", "")) for text in shown))
         return table
 
 

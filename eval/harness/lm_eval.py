@@ -67,6 +67,12 @@ class MMKV(_Base):
         **_: Any,
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood after its context, and whether it is greedy."""
+        longest = max((len(continuation) for *_, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise ValueError(
+                f"a continuation has {longest:,} tokens, more than the model's {self.max_length:,} "
+                "positions: give a larger max_length if the model allows it, or leave the task out"
+            )
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         # Sorted by length there is little padding, and the largest batch comes first.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][1]))
@@ -75,12 +81,6 @@ class MMKV(_Base):
         for indices in tqdm(batches, disable=disable_tqdm or self.rank != 0):
             rows: list[dict[str, Any]] = []
             for i in indices:  # a context that is too long is cut at its start
-                if len(requests[i][2]) > self.max_length:
-                    raise ValueError(
-                        f"a continuation has {len(requests[i][2]):,} tokens, more than the model's "
-                        f"{self.max_length:,} positions: give a larger max_length if the model "
-                        "allows it, or leave the task out"
-                    )
                 # The last token of a continuation is not fed.
                 max_context = max(1, self.max_length + 1 - len(requests[i][2]))
                 ids = torch.tensor([requests[i][1][-max_context:]], device=self.device)

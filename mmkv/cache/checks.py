@@ -103,7 +103,7 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
         )
     if not any_hidden:
         return False
-    if any(isinstance(x, LinearAttentionLayer) for x in cache.layers):
+    if _has_linear_attention(cache):
         raise ValueError(
             "attention_mask hides tokens of an earlier pass, which are in the state of linear "
             "attention: keep showing them, or start a new cache"
@@ -132,17 +132,17 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
 
 
 def check_linear_layers(cache: CacheState, valid: Tensor, earlier: Tensor | None) -> None:
-    """Check that no padding follows a token whose state a layer with linear attention carries on.
+    """Check that no row has padding after its first token, if layers have linear attention.
 
     Args:
-        cache: of which layers may have linear attention.
+        cache: the cache that the pass continues.
         valid: bool [B, q], which new tokens are not padding.
         earlier: bool [B, seen], the same of earlier tokens; None if there are none.
 
     Raises:
-        ValueError: padding does; it would change the state.
+        ValueError: a row has, which would change the state of these layers.
     """
-    if not any(isinstance(x, LinearAttentionLayer) for x in cache.layers):
+    if not _has_linear_attention(cache):
         return
     started = valid.cumsum(-1) > 0
     if earlier is not None:
@@ -155,6 +155,10 @@ def check_linear_layers(cache: CacheState, valid: Tensor, earlier: Tensor | None
             "there changes the state of linear attention. Give questions, or a batch's later "
             "turns, of equal length, or one at a time"
         )
+
+
+def _has_linear_attention(cache: CacheState) -> bool:
+    return any(isinstance(x, LinearAttentionLayer) for x in cache.layers)
 
 
 def log_hidden_replies(cache: CacheState, hidden: Tensor) -> None:

@@ -39,10 +39,11 @@ class Sizes:
     classes: tuple[tuple[float, int], ...] = ()
 
     def target(self, tokens: Any) -> Any:
-        """Return how many of so many tokens a head should keep; int64, as `tokens` in shape.
+        """Return how many of a prompt's `tokens`, a number or an array, a head should keep; int64.
 
-        Of a prompt so short that the mean is `least`, sizes are in proportion to the shares, and
-        what exceeds the prompt is split among the heads of the other classes.
+        If heads would keep fewer than `least` tokens, as a mean, they are given that many, in
+        proportion to their shares. What exceeds the prompt is split among the others, as by
+        `mmkv.sizes.profiled.proportional`.
         """
         classes = self.classes or ((self.share, 1),)
         left = np.minimum(self.least, tokens) * sum(n for _, n in classes)

@@ -250,7 +250,7 @@ def test_rows_that_a_cache_does_not_have_are_refused(text_model, kv_dtype):
     torch.testing.assert_close(steps[0].logits, steps[1].logits)
 
 
-def test_pass_of_other_rows_than_the_cache_is_refused(text_model):
+def test_pass_with_another_number_of_rows_than_the_cache_is_refused(text_model):
     """Such as beams that continue it; with its rows repeated they run."""
     inputs = make_inputs("llama", (40,))
     with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):

@@ -26,7 +26,7 @@ CONDENSE = {"budget": 0.3}
 SNAPKV = {"budget": 0.3, "policy": "snapkv"}
 
 
-def reference(engine: Engine, twin: Any, policy: str, budget: float = 0.3) -> Reference:
+def reference(engine: Engine, twin: Any, policy: str) -> Reference:
     if policy == "condense":
         options: Any = {"least": 64, "always": 2}
     else:
