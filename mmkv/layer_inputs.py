@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,12 @@ class Rotation(NamedTuple):
     def of(self, rows: slice, first: int) -> Rotation:
         """Return those of some rows, from a token on."""
         return Rotation(self.cos[rows, first:], self.sin[rows, first:], self.interleaved)
+
+    def of_tokens(self, at: Tensor) -> Rotation:
+        """Return those of some of the tokens, int64 [B, n]."""
+        index = at[..., None].expand(-1, -1, self.cos.shape[-1])
+        cos, sin = (x.expand(len(at), -1, -1).gather(1, index) for x in (self.cos, self.sin))
+        return Rotation(cos, sin, self.interleaved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +50,18 @@ class Rotary:
         R = self.cos.shape[-1]
         return torch.cat([rotated[..., :R] / size, rotated[..., R:]], dim=-1)
 
-    def moved(self, x: Tensor, to: Rotation) -> Tensor:
-        """Return `rotate(undo(x), *to)`, in one pass: queries or keys moved to another position."""
-        return rotate(x, *self.rotation(to))
-
     def rotation(self, to: Rotation) -> Rotation:
-        """Return what moves queries or keys of these tokens to another position."""
+        """Return what moves queries or keys x of these tokens: `rotate(undo(x), *to)`."""
         old_cos, old_sin = self.cos.float(), self.sin.float()
         size = old_cos**2 + old_sin**2
         cos = (to.cos * old_cos + to.sin * old_sin) / size
         sin = (to.sin * old_cos - to.cos * old_sin) / size
         return Rotation(cos, sin, self.interleaved)
+
+    @cached_property
+    def to_next(self) -> Rotation:
+        """What moves queries of these tokens to the position after the last, for all layers."""
+        return self.rotation(self.ahead(1))
 
     def last(self, n: int) -> Rotary:
         """Return the embedding of the last n tokens, copied."""
@@ -61,8 +69,7 @@ class Rotary:
 
     def of_tokens(self, at: Tensor) -> Rotary:
         """Return the embedding of some of the tokens, int64 [B, n]."""
-        index = at[..., None].expand(-1, -1, self.cos.shape[-1])
-        cos, sin = (x.expand(len(at), -1, -1).gather(1, index) for x in (self.cos, self.sin))
+        cos, sin, _ = Rotation(self.cos, self.sin).of_tokens(at)
         return replace(self, cos=cos, sin=sin)
 
     def followed_by(self, other: Rotary) -> Rotary:

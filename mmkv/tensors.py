@@ -39,10 +39,11 @@ def flat_rows(x: Tensor, head: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     A projection's output, whose heads lie side by side, is not copied. `head` is b * H + h; `head`
     and `token`, int64, broadcast.
     """
-    _, H, N, D = x.shape
+    B, H, N, D = x.shape
     if x.transpose(1, 2).is_contiguous():
-        return x.transpose(1, 2).reshape(-1, D), (head // H * N + token) * H + head % H
-    return x.reshape(-1, D), head * N + token
+        first = head if B == 1 else head.add(head // H, alpha=(N - 1) * H)
+        return x.transpose(1, 2).reshape(-1, D), torch.add(first, token, alpha=H)
+    return x.reshape(-1, D), torch.add(token, head, alpha=N)
 
 
 def last(number: Tensor, free: Tensor) -> Tensor:

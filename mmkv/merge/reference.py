@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmkv.layer_inputs import LayerInputs
+from mmkv.layer_inputs import LayerInputs, rotate
 from mmkv.tensors import tile
 
 
@@ -42,7 +42,7 @@ class ReferenceQueries:
         at = order.gather(1, (index + total - count).clamp(min=0))
         query = query.gather(2, at[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3]))
         if rotary is not None:
-            query = rotary.of_tokens(at).moved(query, rotary.ahead(1))
+            query = rotate(query, *rotary.to_next.of_tokens(at))
         scale = query.shape[-1] ** -0.5 if layer.scale is None else layer.scale
         present = index >= 0
         query = (query.float() * scale).masked_fill(~present[:, None, :, None], 0.0)

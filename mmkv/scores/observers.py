@@ -54,14 +54,13 @@ class Observers(Score):
 
     def __call__(self, layer: LayerInputs) -> Tensor:
         """Return the largest change of the layer's output without each token."""
-        rotary, root = layer.rotary, layer.of_output_weight(output_root)
-        rotation = None if rotary is None else rotary.rotation(rotary.ahead(1))
+        root = layer.of_output_weight(output_root)
         return observer_scores(
             layer.query,
             layer.key,
             layer.value,
             root=root,
-            rotation=rotation,
+            rotation=None if layer.rotary is None else layer.rotary.to_next,
             run=self.chunk,
             stride=self.stride,
             whole=self.whole,

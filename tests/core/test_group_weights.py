@@ -9,7 +9,7 @@ from torch import Tensor
 
 import mmkv
 from helpers.models import make_inputs, random
-from mmkv.layer_inputs import LayerInputs
+from mmkv.layer_inputs import LayerInputs, rotate
 from mmkv.merge import reference
 from mmkv.merge.groups import log_weights
 from mmkv.merge.reference import ReferenceQueries
@@ -132,7 +132,7 @@ def test_reference_queries_are_rotated_past_the_prompt(models, policy, options, 
     for (layer, references), (_, same) in zip(whole, given[-3:], strict=True):
         query = layer.query
         if policy == "condense":
-            query = layer.rotary.moved(query, layer.rotary.ahead(1))
+            query = rotate(query, *layer.rotary.rotation(layer.rotary.ahead(1)))
         want = query[:, :, steps].float() * query.shape[-1] ** -0.5
         for found in (references, same):
             got = found.query[:, :, found.present[0]]

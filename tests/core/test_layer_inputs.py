@@ -150,4 +150,4 @@ def test_moved_rotates_back_and_to_new_positions(interleaved, rotated):
     inv_freq = torch.rand(rotated // 2, generator=draw)
     rotary = Rotary(1.3 * angle.cos(), 1.3 * angle.sin(), inv_freq, interleaved)
     x, to = torch.randn(2, 3, 5, 8, generator=draw), rotary.ahead(2)
-    torch.testing.assert_close(rotary.moved(x, to), rotate(rotary.undo(x), *to))
+    torch.testing.assert_close(rotate(x, *rotary.rotation(to)), rotate(rotary.undo(x), *to))
