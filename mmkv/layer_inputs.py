@@ -152,6 +152,7 @@ class LayerInputs:
         key: [B, H, N, D], after rotary embedding.
         value: [B, H, N, Dv].
         valid: bool [B, N], False for padding.
+        padded: whether there may be padding; False: the host knows that there is none.
         scale: the layer's factor of query-key products; None: D ** -0.5.
         softcap: bound of the layer's logits (Gemma 2), or None.
         mask: bool [B, 1, Q, N], True where a query sees a key; None: causal.
@@ -175,6 +176,7 @@ class LayerInputs:
     key: Tensor
     value: Tensor
     valid: Tensor
+    padded: bool = True
     scale: float | None = None
     softcap: float | None = None
     mask: Tensor | None = None

@@ -167,6 +167,8 @@ class PromptKV:
         """
         windows: Sequence[int] = prompt.windows
         layer, present = self._inputs(new), self._present(new)
+        if not self.evicted and all(n == self.keys.shape[2] for n in prompt.lengths):
+            layer = replace(layer, padded=False)
         if mean_sizes is not None:
             size = send(np.array(mean_sizes, np.float32), self.keys.device)
             layer = replace(layer, size=size)

@@ -25,7 +25,7 @@ from torch import Tensor
 from mmkv.layer_inputs import Rotation, rotate
 from mmkv.parts import NonNegativeInt, PositiveInt, Score, register_part
 from mmkv.scores.attention import scale_of
-from mmkv.scores.runs import Observed, runs_observed, whole_observed
+from mmkv.scores.runs import Observed, Places, placed, runs_observed, whole_observed
 from mmkv.tensors import largest, rows, tile
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Observers(Score):
             scale=layer.scale,
             softcap=layer.softcap,
             log_weights=layer.log_weights,
-            valid=layer.valid,
+            valid=layer.valid if layer.padded else None,
         )
 
 
@@ -121,14 +121,13 @@ def observer_scores(
         stride: every `stride`-th query of a run observes, from its first on; for runs of earlier
             tokens every `stride`-th of the last queries, from the last one backwards.
         scale, softcap, log_weights: those of `mmkv.scores.accumulated_attention`.
-        valid: bool `[B, N]`, False for padding, which does not observe and scores 0.
+        valid: bool `[B, N]`, False for padding, which does not observe and scores 0; None: there is
+            none, which takes fewer operations on a device.
 
     Returns:
         float32 `[B, H, N]`, not negative, in units of the layer's output.
     """
     (B, H, N, D), Q = key.shape, query.shape[2]
-    if valid is None:
-        valid = torch.ones(B, N, dtype=torch.bool, device=key.device)
     settings = _Settings(run, stride, whole, scale_of(D, scale), softcap)
     if root is not None:
         root = root.to(key.device).unflatten(1, (H, -1))
@@ -137,15 +136,17 @@ def observer_scores(
     # A row at a time, without its padding: tensors stay in the CPU's cache, and runs are slices.
     scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for b in range(B):
-        row, start = slice(b, b + 1), int(valid[b].to(torch.uint8).argmax())
-        if not valid[b, start:].all():
-            start = 0
+        row, start, gaps = slice(b, b + 1), 0, False
+        if valid is not None:
+            start = int(valid[b].to(torch.uint8).argmax())
+            if gaps := not valid[b, start:].all():
+                start = 0
         first = max(0, start - (N - Q))
         scores[row, :, start:] = _scores(
             query[row, :, first:],
             key[row, :, start:],
             value[row, :, start:],
-            valid[row, start:],
+            valid[row] if valid is not None and gaps else None,
             None if log_weights is None else log_weights[row, :, start:],
             root if root is None or len(root) < B else root[row],
             None
@@ -160,31 +161,37 @@ def _scores(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    valid: Tensor,
+    valid: Tensor | None,
     log_weights: Tensor | None,
     root: Tensor | None,
     rotation: Rotation | None,
     settings: _Settings,
 ) -> Tensor:
-    """Return `observer_scores` of all rows."""
+    """Return `observer_scores` of all rows; without padding runs are slices."""
     (B, H, N, _), Q, G = key.shape, query.shape[2], query.shape[1] // key.shape[1]
-    # Without padding runs are slices. A GPU does not check: the host would wait.
-    sliced = key.device.type == "cpu" and bool(valid.all())
 
     def heads_of(x: Tensor, first: int, last: int) -> Tensor:
         """Return some heads in float32; padding, which may hold any values, is 0."""
         x = x[:, first:last]
-        if not sliced:
+        if valid is not None:
             x = x.masked_fill(~valid[:, None, N - x.shape[2] :, None], 0.0)
-        return x.float()
+        return x.to(torch.float32, memory_format=torch.contiguous_format)
 
     # Some heads, and of these some runs, at a time, so that tensors stay in the CPU's cache.
     limit = tile(key.device)
     heads = min(H, max(1, limit // (B * G * N * min(settings.run, N))))
     limit = max(1, limit // (B * G * heads))
-    runs = runs_observed(valid, Q, settings.run, settings.stride, limit, sliced=sliced)
-    whole = whole_observed(valid, Q, settings.run, settings.whole, limit)
-    has_runs, tiny = (valid.sum(-1) > settings.run)[:, None, None], torch.finfo(torch.float32).tiny
+    known = torch.ones(1, N, dtype=torch.bool, device="cpu") if valid is None else valid
+    observed = (
+        runs_observed(known, Q, settings.run, settings.stride, limit, sliced=valid is None),
+        whole_observed(known, Q, settings.run, settings.whole, limit),
+    )
+    if valid is None:
+        runs, whole = (placed(x, key.device) for x in observed)
+    else:
+        runs, whole = ([(Places(x), Places(y)) for x, y in pairs] for pairs in observed)
+    has_runs = None if valid is None else (valid.sum(-1) > settings.run)[:, None, None]
+    tiny = torch.finfo(torch.float32).tiny
     scores = key.new_zeros(B, H, N, dtype=torch.float32)
     for h in range(0, H, heads):
         local, queries = scores[:, h : h + heads], heads_of(query, h * G, (h + heads) * G)
@@ -200,13 +207,15 @@ def _scores(
             table=_table(heads_of(value, h, h + heads), G, roots, valid),
             softcap=settings.softcap,
             log_weights=None if log_weights is None else log_weights[:, h : h + heads].float(),
-            sliced=sliced,
+            padded=valid is not None,
         )
         local[:] = scores_of(runs)
         if whole:
             overall = scores_of(whole)
             overall *= local.sum(-1, keepdim=True) / overall.sum(-1, keepdim=True).clamp(min=tiny)
-            local[:] = torch.where(has_runs, torch.maximum(local, overall), local)
+            if has_runs is not None:
+                overall = torch.where(has_runs, overall, local)
+            local[:] = torch.maximum(local, overall)
     return scores
 
 
@@ -218,7 +227,7 @@ def _observer_scores(
     table: Tensor,
     softcap: float | None,
     log_weights: Tensor | None,
-    sliced: bool,
+    padded: bool,
 ) -> Tensor:
     """Return the largest change of the observers' outputs without each token: float32 [B, H, N].
 
@@ -227,28 +236,28 @@ def _observer_scores(
         query, key: those of `observer_scores`, in float32, queries times the scale.
         table: the result of `_table`.
         softcap, log_weights: those of `observer_scores`.
-        sliced: whether `observed` has no filler, and the same runs in all rows.
+        padded: whether `observed` may have fillers.
     """
     (B, H, N), G = key.shape[:3], query.shape[1] // key.shape[1]
     scores = torch.zeros(B, H, N + 1, dtype=torch.float32, device=key.device)
     for tokens, observers in observed:
-        absent = None if sliced else tokens < 0
+        at = tokens.at
         change = _changes(
-            rows(query, observers.clamp(min=0).flatten(1)[:, None])
-            .unflatten(2, observers.shape[1:])
-            .unflatten(1, (H, G)),
-            _tokens_of(key, tokens, sliced=sliced),
-            _tokens_of(table, tokens, sliced=sliced).unflatten(1, (H, G)),
+            observers.of(query).unflatten(1, (H, G)),
+            tokens.of(key),
+            tokens.of(table).unflatten(1, (H, G)),
             softcap,
-            None
-            if log_weights is None
-            else _tokens_of(log_weights[..., None], tokens, sliced=sliced),
-            absent,
-            observers >= 0,
+            None if log_weights is None else tokens.of(log_weights[..., None]),
+            at < 0 if padded else None,
+            observers.at >= 0 if padded else None,
         )
         # Without the only token of a run there is no output to compare with.
-        change.masked_fill_((tokens >= 0).sum(-1, keepdim=True)[:, None] == 1, 0.0)
-        index = tokens.masked_fill(tokens < 0, N).flatten(1)[:, None].expand(-1, H, -1)
+        if padded:
+            change.masked_fill_((at >= 0).sum(-1, keepdim=True)[:, None] == 1, 0.0)
+            at = at.masked_fill(at < 0, N)
+        elif at.shape[-1] == 1:
+            change.zero_()
+        index = at.flatten(1)[:, None].expand(B, H, -1)
         scores.scatter_reduce_(-1, index, change.flatten(2), "amax")
     return scores[..., :N]
 
@@ -260,13 +269,13 @@ def _changes(
     softcap: float | None,
     log_weights: Tensor | None,
     absent: Tensor | None,
-    observing: Tensor,
+    observing: Tensor | None,
 ) -> Tensor:
     """Return the scores [B, H, n, C] of runs with O observers each.
 
     Query is [B, H, G, n, O, D], key [B, H, n, C, D], log_weights [B, H, n, C, 1]. `absent` is bool
     [B, n, C], True for fillers of tokens (None: none); `observing` is bool [B, n or 1, O], False
-    for fillers of observers.
+    for fillers of observers (None: none).
     """
     logits = key[:, :, None] @ query.mT
     if softcap is not None:
@@ -290,20 +299,20 @@ def _changes(
     change = table @ torch.cat([output, -_half_square(output), -torch.ones_like(rest)], dim=-1).mT
     odds = weight.div_(total.mT - weight)
     change.mul_(odds).mul_(odds).scatter_(-2, first, first_change.mT)
-    if absent is not None:
+    if observing is not None:
         change.masked_fill_(~observing[:, None, None, :, None], 0.0)
     scores = change.amin(-1).amin(2).mul_(-2).clamp_(min=0).sqrt_()
     return scores if absent is None else scores.masked_fill_(absent[:, None], 0.0)
 
 
-def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor) -> Tensor:
+def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor | None) -> Tensor:
     """Return values, a one, and half the value's squared length: float32 [B, H * G, N, Dv + 2].
 
     Values [B, H, N, Dv] are multiplied by `root` [1 or B, H, G, Dv, Dv], so that lengths are those
     of the layer's output. A product with the result gives sums of values, or squared distances.
     """
     # Less their mean, so that differences of nearly equal values keep their precision.
-    number = valid.sum(-1).clamp(min=1)[:, None, None, None]
+    number = value.shape[-2] if valid is None else valid.sum(-1).clamp(min=1)[:, None, None, None]
     value = (value - value.sum(-2, keepdim=True) / number)[:, :, None]
     if root is not None:
         value = value @ root
@@ -323,17 +332,6 @@ def output_root(weight: Tensor) -> Tensor:
     largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True).clamp(min=1e-30)
     matrix.diagonal(dim1=-2, dim2=-1).add_(1e-6 * largest)
     return torch.linalg.cholesky_ex(matrix)[0].float()
-
-
-def _tokens_of(x: Tensor, tokens: Tensor, *, sliced: bool) -> Tensor:
-    """Return the tokens [B, n, C] of x [B, H, N, D]: [B, H, n, C, D]; any values for fillers."""
-    n, C = tokens.shape[1:]
-    if not sliced:
-        return rows(x, tokens.clamp(min=0).flatten(1)[:, None]).unflatten(2, (n, C))
-    starts = tokens[0, :, 0].tolist()
-    if starts[-1] - starts[0] == (n - 1) * C:  # a view
-        return x[:, :, starts[0] : starts[-1] + C].unflatten(2, (n, C))
-    return torch.stack([x[:, :, i : i + C] for i in starts], dim=2)
 
 
 def _half_square(x: Tensor) -> Tensor:

@@ -5,20 +5,53 @@ Shape letters are those of `mmkv.scores`; a run has C positions.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from mmkv.tensors import spans
+from mmkv.tensors import rows, spans
 
-# n runs, as indices of their tokens, int64 [B, n, C], and of the queries that observe each of them,
-# int64 [B, n or 1, O]; -1 as filler.
-Observed = tuple[Tensor, Tensor]
+
+class Places(NamedTuple):
+    """C tokens or queries of each of n runs.
+
+    Attributes:
+        at: int64 [B or 1, n, C], their indices, -1 as filler.
+        starts: where each run starts, if it is a slice, the same in all rows; otherwise None.
+    """
+
+    at: Tensor
+    starts: list[int] | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return them of x [B, H, N, D]: [B, H, n, C, D]; any values for fillers."""
+        (n, C), starts = self.at.shape[1:], self.starts
+        if starts is not None and starts[-1] - starts[0] == (n - 1) * C:  # a view
+            return x[:, :, starts[0] : starts[-1] + C].unflatten(2, (n, C))
+        if starts is not None and x.device.type == "cpu":
+            return torch.stack([x[:, :, i : i + C] for i in starts], dim=2)
+        return rows(x, self.at.clamp(min=0).flatten(1)[:, None]).unflatten(2, (n, C))
+
+
+# n runs of tokens, and the queries that observe each of them, or all of them.
+Observed = tuple[Places, Places]
+
+
+def placed(runs: list[tuple[Tensor, Tensor]], device: torch.device) -> list[Observed]:
+    """Send runs without padding, which the host knows, to the device."""
+
+    def sent(at: Tensor) -> Places:
+        sliced = bool((at.diff(dim=-1) == 1).all())
+        return Places(at.to(device, non_blocking=True), at[0, :, 0].tolist() if sliced else None)
+
+    return [(sent(tokens), sent(observers)) for tokens, observers in runs]
 
 
 def runs_observed(
     valid: Tensor, Q: int, run: int, stride: int, limit: int, *, sliced: bool
-) -> list[Observed]:
-    """Return the runs of a prompt, and the queries that observe each.
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the runs of a prompt, and the queries that observe each, as `Places.at`.
 
     Args:
         valid: bool [B, N], False for padding.
@@ -26,9 +59,9 @@ def runs_observed(
         run, stride: those of `observer_scores`.
         limit: several runs are joined in one item if their queries and keys have at most so many
             products in a head.
-        sliced: whether there is no padding, so that all rows have the same runs.
+        sliced: whether there is no padding, so that all rows have the same runs; the host waits.
     """
-    N, observed = valid.shape[1], list[Observed]()
+    N, observed = valid.shape[1], list[tuple[Tensor, Tensor]]()
     for first, last in ((0, N - Q), (N - Q, N)):
         for tokens in _runs(valid[:, first:last], run, alike=sliced) if first < last else ():
             for part in tokens.split(max(1, limit // min(run, N) ** 2), dim=1):
@@ -40,7 +73,9 @@ def runs_observed(
     return observed
 
 
-def whole_observed(valid: Tensor, Q: int, run: int, whole: int, limit: int) -> list[Observed]:
+def whole_observed(
+    valid: Tensor, Q: int, run: int, whole: int, limit: int
+) -> list[tuple[Tensor, Tensor]]:
     """Return the whole prompt as one run, and the `whole` queries that observe it.
 
     An item has at most `limit` products of a query and a key in a head, or a single query. There is
