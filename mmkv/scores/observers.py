@@ -292,21 +292,22 @@ def _changes(
     others, rest = (weight.mT @ table[..., :-1]).split([table.shape[-1] - 2, 1], dim=-1)
     chosen, total = rows(table, first[..., 0, :])[..., :-2], rest + 1
     apart = torch.addcdiv(chosen, others, rest.clamp(min=tiny), value=-1)
-    output = torch.addcmul(chosen, apart, rest / total, value=-1)
-    first_change = -_half_square(apart) / total.square()
+    first_change = _minus_half_square(apart).div_(total.square())
     # Minus half the squares are computed, and in place, as tensors [B, H, G, n, C, O] take most of
     # the time.
-    change = table @ torch.cat([output, -_half_square(output), -torch.ones_like(rest)], dim=-1).mT
-    odds = weight.div_(total.mT - weight)
-    change.mul_(odds).mul_(odds).scatter_(-2, first, first_change.mT)
+    right = rest.new_empty(*rest.shape[:-1], table.shape[-1])
+    output = torch.addcmul(chosen, apart, rest / total, value=-1, out=right[..., :-2])
+    right[..., -2:-1], right[..., -1] = _minus_half_square(output), 1.0
+    change = table @ right.mT
+    change.mul_(weight.div_(total.mT - weight).square_()).scatter_(-2, first, first_change.mT)
     if observing is not None:
         change.masked_fill_(~observing[:, None, None, :, None], 0.0)
-    scores = change.amin(-1).amin(2).mul_(-2).clamp_(min=0).sqrt_()
+    scores = change.amin((2, -1)).mul_(-2).clamp_(min=0).sqrt_()
     return scores if absent is None else scores.masked_fill_(absent[:, None], 0.0)
 
 
 def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor | None) -> Tensor:
-    """Return values, a one, and half the value's squared length: float32 [B, H * G, N, Dv + 2].
+    """Return values, a one, and minus half their squared length: float32 [B, H * G, N, Dv + 2].
 
     Values [B, H, N, Dv] are multiplied by `root` [1 or B, H, G, Dv, Dv], so that lengths are those
     of the layer's output. A product with the result gives sums of values, or squared distances.
@@ -314,10 +315,15 @@ def _table(value: Tensor, groups: int, root: Tensor | None, valid: Tensor | None
     # Less their mean, so that differences of nearly equal values keep their precision.
     number = value.shape[-2] if valid is None else valid.sum(-1).clamp(min=1)[:, None, None, None]
     value = (value - value.sum(-2, keepdim=True) / number)[:, :, None]
-    if root is not None:
-        value = value @ root
-    value = value.expand(-1, -1, groups, -1, -1).flatten(1, 2)
-    return torch.cat([value, torch.ones_like(value[..., :1]), _half_square(value)], dim=-1)
+    (B, H, _, N, Dv) = value.shape
+    table = value.new_empty(B, H, groups, N, Dv + 2)
+    values = table[..., :-2]
+    if root is None:
+        values.copy_(value)
+    else:
+        torch.matmul(value, root, out=values)
+    table[..., -2], table[..., -1:] = 1.0, _minus_half_square(values)
+    return table.flatten(1, 2)
 
 
 def output_root(weight: Tensor) -> Tensor:
@@ -334,6 +340,6 @@ def output_root(weight: Tensor) -> Tensor:
     return torch.linalg.cholesky_ex(matrix)[0].float()
 
 
-def _half_square(x: Tensor) -> Tensor:
-    """Return half the squared length of each row: [..., 1]."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(0.5)
+def _minus_half_square(x: Tensor) -> Tensor:
+    """Return minus half the squared length of each row: [..., 1]."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(-0.5)
