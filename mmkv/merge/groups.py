@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
+from torch.nn.functional import embedding_bag, pad
 
 from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
 from mmkv.tensors import flat_rows, largest, last, rows, spans, tile
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from mmkv.cache.prompt_kv import PromptKV
     from mmkv.cache.selection import Kept, Ranking
     from mmkv.merge.reference import ReferenceQueries
+
+# Columns behind those of a point: a one, and zeros that keep rows aligned to 16 bytes.
+_MORE = 4
 
 # A fitted weight differs from the number of tokens by at most this factor, as a logarithm.
 _BOUND = math.log(4)
@@ -178,7 +181,9 @@ def leaders(
     order = rank.argsort(dim=-1, descending=True, stable=True)
     rank_of = torch.empty_like(order).scatter_(-1, order, indices.expand_as(order))
     single = present & (rank_of < n_single.to(device, non_blocking=True)[..., None])
-    scales = _scales(keys, values, value_weight, None if unpadded else present)
+    less, factor = _scales(keys, values, value_weight, None if unpadded else present)
+    more = keys.new_zeros(_MORE)
+    more[0] = 1.0
 
     run_indices = spans(starts.to(device, non_blocking=True), longest)  # [B, H, R, C]
     others = (single | ~present).to(torch.uint8).argsort(dim=-1, stable=True)
@@ -188,18 +193,19 @@ def leaders(
 
     leader_of = torch.full((B, H, N + 1), -1, device=device)
     leader_of[..., :N] = torch.where(single, indices, -1)
-    n_runs = max(1, tile(device) // (B * H * longest * max(width, scales[0].shape[-1])))
+    n_runs = max(1, tile(device) // (B * H * longest * max(width, factor.shape[-1])))
     parts = zip(members.split(n_runs, dim=2), slots.split(n_runs, dim=2), strict=True)
     for token, number in parts:
         index, absent = token.clamp(min=0).flatten(2), token < 0
         places = rank_of.gather(-1, index).view_as(token).masked_fill(absent, N)
-        points = torch.cat([rows(keys, index), rows(values, index)], -1).float()
-        points = points.unflatten(2, token.shape[2:])
+        pairs = rows(keys, index), rows(values, index), more.expand(*index.shape, -1)
+        points = torch.addcmul(less, torch.cat(pairs, -1), factor).unflatten(2, token.shape[2:])
         if not unpadded:  # padding may hold any values, NaN included
             points.masked_fill_(absent[..., None], 0.0)
         weight = weights.gather(-1, index).view_as(token)
-        label = _k_means(points, weight, places, absent, number, width, rounds, *scales)
-        label = _without_empty(label, places, number, width)
+        by_rank = places.argsort(dim=-1)
+        label = _k_means(points, weight, by_rank[..., :width], absent, number, rounds)
+        label = _without_empty(label, places, by_rank, number, width)
         best = places.new_full((*label.shape[:3], width + 1), N)
         best = best.scatter_reduce(-1, label, places, "amin").gather(-1, label)
         best = torch.where(label == width, places, best).clamp(max=N - 1)
@@ -251,8 +257,10 @@ def _scales(
     """Return what standardises a head's points for k-means; a point is a key next to its value.
 
     Returns:
-        float32 [B, H, 1, 1, D + Dv], the mean of the tokens `present`, bool [B, H, N]; None: all.
-        float32 [B, H, 1, 1, D + Dv], 1 / variance, for values times `value_weight ** 2`.
+        float32 [B, H, 1, X], the mean of the tokens `present`, bool [B, H, N] (None: all), times
+            minus the factors.
+        float32 [B, H, 1, X], factors: 1 / std, for values times `value_weight`. X is the number of
+            columns of a point, see `_k_means`.
     """
     means, factors, number = list[Tensor](), list[Tensor](), keys.shape[2]
     if present is not None:
@@ -260,69 +268,65 @@ def _scales(
     for x, weight in ((keys, 1.0), (values, value_weight)):
         if present is not None:  # padding may hold any values, NaN included
             x = x.masked_fill(~present[..., None], 0.0)
-        x = x.float()
-        mean = x.sum(2, keepdim=True) / number
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        mean = x.sum(2, keepdim=True, dtype=torch.float32) / number
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         square = length.square().sum(2, keepdim=True) / number
         variance = (square - mean.square().sum(-1, keepdim=True)) / x.shape[-1]
         means.append(mean)
-        factors.append((weight**2 / variance.clamp(min=1e-36)).expand_as(mean))
-    return torch.cat(means, -1)[:, :, None], torch.cat(factors, -1)[:, :, None]
+        factors.append((variance.clamp_(min=1e-36).rsqrt_() * weight).expand_as(mean))
+    factor = torch.cat(factors, -1)
+    less = torch.cat(means, -1).mul_(factor).neg_()
+    return pad(less, (0, _MORE)), pad(factor, (0, _MORE), value=1.0)
 
 
 def _k_means(
     x: Tensor,
     weight: Tensor,
-    places: Tensor,
+    first: Tensor,
     absent: Tensor,
     number: Tensor,
-    K: int,
     rounds: int,
-    mean: Tensor,
-    factor: Tensor,
 ) -> Tensor:
-    """Return the group int64 [..., C] of each of a run's points [..., C, D]; K for `absent` ones.
+    """Return the group int64 [..., C] of each of a run's points [..., C, X]; K for `absent` ones.
 
-    A run has the first `number` of K groups; their first centres are the points of the first
-    `places`. `weight` is [..., C]; `mean` and `factor` are the results of `_scales`.
+    A run has the first `number` of K groups; their first centres are its points `first`, [..., K].
+    `weight` is [..., C]. The last columns of a point are 1, 0, 0, 0.
     """
-    (*leading, C, D), device = x.shape, x.device
+    (*leading, C, X), K, device = x.shape, first.shape[-1], x.device
     unused = torch.arange(K, device=device) >= number[..., None]
-    weighted = torch.cat([x * weight[..., None], weight[..., None]], -1)
-    centres = rows(x, places.argsort(dim=-1)[..., :K])
+    centres, one = rows(x, first), X - _MORE
     label: Any = None
     for i in range(rounds):
         if i:  # the mean of each group; points of label K are left out
             if device.type == "cpu":
-                first = torch.arange(0, label[..., 0].numel() * (K + 1), K + 1, device=device)
-                index = (first.view(*leading, 1) + label).view(-1, 1).expand(-1, D + 1)
-                totals = x.new_zeros(first.numel() * (K + 1), D + 1)
-                totals.scatter_add_(0, index, weighted.flatten(0, -2))
+                start = torch.arange(0, label[..., 0].numel() * (K + 1), K + 1, device=device)
+                index = (start.view(*leading, 1) + label).view(-1, 1).expand(-1, X)
+                totals = x.new_zeros(start.numel() * (K + 1), X)
+                totals.scatter_add_(0, index, (x * weight[..., None]).flatten(0, -2))
                 totals = totals.view(*leading, K + 1, -1)
             else:  # a product, which is deterministic
                 one_hot = x.new_zeros(*leading, K + 1, C)
-                totals = one_hot.scatter_(-2, label[..., None, :], 1.0) @ weighted
-            totals, total = totals[..., :K, :].split([D, 1], dim=-1)
+                totals = one_hot.scatter_(-2, label[..., None, :], weight[..., None, :]) @ x
+            totals = totals[..., :K, :]
+            total = totals[..., one : one + 1]
             centres = torch.where(total > 0, totals / total.clamp(min=1e-30), centres)
-        # With x and c centred and scaled, the nearest c has the largest x'c - c'c / 2.
-        centred = centres - mean
-        scaled = centred * factor
-        offset = (scaled * (centred / 2 + mean)).sum(-1).masked_fill(unused, torch.inf)
-        label = largest((scaled @ x.mT).sub_(offset[..., None]))[1][..., 0, :]
-        label = label.masked_fill_(absent, K)
+        # The nearest centre c of x has the largest x'c - c'c / 2; the latter is times x's one.
+        length = torch.linalg.vector_norm(centres[..., :one], dim=-1)
+        centres[..., one] = length.square_().mul_(-0.5).masked_fill_(unused, -1e30)
+        label = largest(centres @ x.mT)[1][..., 0, :].masked_fill_(absent, K)
     return label
 
 
-def _without_empty(label: Tensor, places: Tensor, number: Tensor, K: int) -> Tensor:
+def _without_empty(label: Tensor, places: Tensor, order: Tensor, number: Tensor, K: int) -> Tensor:
     """Make one token single, label K, for each empty group.
 
-    The best-ranked tokens leave their groups, except the last in rank of each group.
+    The best-ranked tokens leave their groups, except the last in rank of each group. `order` sorts
+    `places`.
     """
     empty = label.new_full((*label.shape[:-1], K + 1), -1)
     worst = empty.scatter_reduce(-1, label, places, "amax")
     missing = number - (worst[..., :K] >= 0).sum(-1)
     may_leave = (label < K) & (places != worst.gather(-1, label))
-    order = places.argsort(dim=-1)
     leaves = may_leave.gather(-1, order)
     leaves &= leaves.cumsum(-1) <= missing[..., None]
     return label.masked_fill(torch.zeros_like(may_leave).scatter_(-1, order, leaves), K)
