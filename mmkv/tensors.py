@@ -13,9 +13,9 @@ from torch.nn.functional import max_pool2d
 
 # Attention probabilities computed at a time. On a CPU a tile that fits into its cache is twice as
 # fast as one in memory, while much smaller ones wait on threads; an accelerator needs few large
-# launches, of which those on 128 MiB keep it busy.
+# launches, of which those on 256 MiB keep it busy.
 _CPU_TILE_PER_THREAD = 2**18
-_DEVICE_TILE = 2**25
+_DEVICE_TILE = 2**26
 
 
 def tile(device: torch.device) -> int:

@@ -178,7 +178,8 @@ def _scores(
         return x.to(torch.float32, memory_format=torch.contiguous_format)
 
     # Some heads, and of these some runs, at a time, so that tensors stay in the CPU's cache.
-    limit = tile(key.device)
+    # Runs that are no slices are copied, so that there is room for fewer.
+    limit = tile(key.device) // (1 if valid is None else 2)
     heads = min(H, max(1, limit // (B * G * N * min(settings.run, N))))
     limit = max(1, limit // (B * G * heads))
     known = torch.ones(1, N, dtype=torch.bool, device="cpu") if valid is None else valid
@@ -215,7 +216,8 @@ def _scores(
             overall *= local.sum(-1, keepdim=True) / overall.sum(-1, keepdim=True).clamp(min=tiny)
             if has_runs is not None:
                 overall = torch.where(has_runs, overall, local)
-            local[:] = torch.maximum(local, overall)
+            torch.maximum(local, overall, out=local)
+        del queries, scores_of  # room for the next heads
     return scores
 
 
@@ -290,16 +292,17 @@ def _changes(
     top_logit, first = largest(logits)
     weight = logits.sub_(top_logit).exp_().scatter_(-2, first, 0.0)  # the largest weight is 1
     others, rest = (weight.mT @ table[..., :-1]).split([table.shape[-1] - 2, 1], dim=-1)
-    chosen, total = rows(table, first[..., 0, :])[..., :-2], rest + 1
-    apart = torch.addcdiv(chosen, others, rest.clamp(min=tiny), value=-1)
+    right, total = rows(table, first[..., 0, :]), rest + 1
+    chosen = right[..., :-2]
+    apart = torch.addcdiv(chosen, others, rest.clamp(min=tiny), value=-1, out=others)
     first_change = _minus_half_square(apart).div_(total.square())
     # Minus half the squares are computed, and in place, as tensors [B, H, G, n, C, O] take most of
     # the time.
-    right = rest.new_empty(*rest.shape[:-1], table.shape[-1])
-    output = torch.addcmul(chosen, apart, rest / total, value=-1, out=right[..., :-2])
+    output = chosen.addcmul_(apart, rest / total, value=-1)
+    del apart, others, rest  # room for the next one
     right[..., -2:-1], right[..., -1] = _minus_half_square(output), 1.0
-    change = table @ right.mT
-    change.mul_(weight.div_(total.mT - weight).square_()).scatter_(-2, first, first_change.mT)
+    odds = weight.div_(total.mT - weight).square_()
+    change = (table @ right.mT).mul_(odds).scatter_(-2, first, first_change.mT)
     if observing is not None:
         change.masked_fill_(~observing[:, None, None, :, None], 0.0)
     scores = change.amin((2, -1)).mul_(-2).clamp_(min=0).sqrt_()
