@@ -21,9 +21,9 @@ class Rotation(NamedTuple):
     sin: Tensor
     interleaved: bool = False
 
-    def of(self, rows: slice, first: int) -> Rotation:
-        """Return those of some rows, from a token on."""
-        return Rotation(self.cos[rows, first:], self.sin[rows, first:], self.interleaved)
+    def of(self, rows: slice, tokens: slice) -> Rotation:
+        """Return those of some rows and tokens."""
+        return Rotation(self.cos[rows, tokens], self.sin[rows, tokens], self.interleaved)
 
     def of_tokens(self, at: Tensor) -> Rotation:
         """Return those of some of the tokens, int64 [B, n]."""

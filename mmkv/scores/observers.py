@@ -151,7 +151,7 @@ def observer_scores(
             root if root is None or len(root) < B else root[row],
             None
             if rotation is None
-            else rotation.of(row if len(rotation.cos) == B else slice(1), first),
+            else rotation.of(row if len(rotation.cos) == B else slice(1), slice(first, None)),
             settings,
         )
     return scores
