@@ -274,10 +274,9 @@ def retained_share(scores: Tensor, indices: Tensor, free: Tensor) -> Tensor:
     """
     s = scores.clamp(min=0) * free
     kept = s.expand(-1, indices.shape[1], -1).gather(-1, indices.clamp(min=0))
-    kept = kept.masked_fill(indices < 0, 0.0).mean(dim=1).sum(-1)
-    total = s.mean(dim=1).sum(-1)
+    kept = kept.masked_fill_(indices < 0, 0.0).mean(dim=1).sum(-1)
     # The two sums add in different orders, so the quotient can round to more than 1.
-    return torch.where(total > 0, kept / total.clamp(min=1e-30), 1.0).clamp(max=1.0)
+    return (kept / s.mean(dim=1).sum(-1)).nan_to_num_(nan=1.0).clamp_(max=1.0)
 
 
 def _groups(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> GroupIndex:

@@ -75,7 +75,7 @@ class MergeIntoGroups(Merge):
         present = prompt_kv.positions.expand(B, H, U) >= 0
         size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
         known = ranking.counts.expand(-1, B, H)
-        rank, counts = self._without_newest(ranking.rank.expand(B, H, U), size, known[:3])
+        rank, counts = self._without_newest(ranking.rank.expand(B, H, U), known[:3])
         token_weights = present.float() if prompt_kv.weights is None else prompt_kv.weights
         score = positive(rank)
         leader = leaders(
@@ -114,12 +114,11 @@ class MergeIntoGroups(Merge):
             ),
         )
 
-    def _without_newest(self, rank: Tensor, size: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def _without_newest(self, rank: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Pin the newest tokens, so that they stay single; at most an eighth of the slots.
 
         Args:
             rank: [B, H, U], inf for pinned tokens, -inf for no token.
-            size: int64 [B, H], each head's slots.
             counts: int64 [3, B, H], see `leaders`.
 
         Returns:
@@ -128,13 +127,10 @@ class MergeIntoGroups(Merge):
         if not self.newest:
             return rank, counts
 
-        def number(size: Tensor, n_pinned: Tensor) -> Tensor:
-            return (size // 8).clamp(max=self.newest).minimum(size - n_pinned)
-
-        stays = rank == torch.inf
-        newest = last(number(size, stays.sum(-1)), ~stays & (rank > -torch.inf))
         sizes, n_pinned, n_present = counts
-        counts = torch.stack([sizes, n_pinned + number(sizes, n_pinned), n_present])
+        number = (sizes // 8).clamp(max=self.newest).minimum(sizes - n_pinned)
+        newest = last(number.to(rank.device, non_blocking=True), rank.abs() < torch.inf)
+        counts = torch.stack([sizes, n_pinned + number, n_present])
         return rank.masked_fill(newest, torch.inf), counts
 
 
@@ -174,6 +170,8 @@ def leaders(
     """
     (B, H, N), device = rank.shape, rank.device
     present, indices = rank > -torch.inf, torch.arange(N, device=device)
+    if keys.dtype == torch.float64:  # narrower ones are widened by the operations that read them
+        keys, values = keys.float(), values.float()
     # How many single tokens and groups each head has, on the host.
     n_single, n_groups, starts = _planned(counts, exact, run)
     longest, width = (max(1, int(x.max())) for x in (starts.diff(dim=-1), n_groups))
@@ -193,7 +191,8 @@ def leaders(
 
     leader_of = torch.full((B, H, N + 1), -1, device=device)
     leader_of[..., :N] = torch.where(single, indices, -1)
-    n_runs = max(1, tile(device) // (B * H * longest * max(width, factor.shape[-1])))
+    # Few tensors are as large as the points, so that there is room for twice as many.
+    n_runs = max(1, 2 * tile(device) // (B * H * longest * max(width, factor.shape[-1])))
     parts = zip(members.split(n_runs, dim=2), slots.split(n_runs, dim=2), strict=True)
     for token, number in parts:
         index, absent = token.clamp(min=0).flatten(2), token < 0
