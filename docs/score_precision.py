@@ -44,7 +44,7 @@ class Rounded(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operation."""
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
             args = tuple(map(self.rounding, args))
         return func(*args, **(kwargs or {}))
 
