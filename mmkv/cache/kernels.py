@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from functools import cache
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -11,6 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from mmkv.cache.products import Coded, mixed, needs_gradient, products
 
 aten: Any = torch.ops.aten
+
+logger = logging.getLogger(__name__)
 
 
 def attend(
@@ -24,11 +30,12 @@ def attend(
     """Attend from q tokens of G query heads to one row's keys, without repeating keys.
 
     On CUDA the kernels are named, as the default choice (cuDNN on Hopper) plans a kernel for each
-    new number of slots, half a second each. Flash attention takes no bias; the efficient kernel
-    does not split a row; so with a bias two matrix products and a softmax are faster (docs/gpu).
+    new number of slots, half a second each. Flash attention takes neither a bias nor codes; for
+    these there is a kernel of our own (docs/gpu).
 
     Args:
-        query: [R, G * q, D], the q tokens of each head together; the output has the same shape.
+        query: [R, G * q, D], the q tokens of each head together; the output has the same shape,
+            and their type or float32.
         keys, values: [R, U, D].
         visible: bool [R, 1 or q, U], or a bias of the logits; None: all are visible.
         scale: factor of the query-key products.
@@ -45,6 +52,9 @@ def attend(
             return scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale)[:, 0]
         if visible is None and flash_takes(query):
             return aten._scaled_dot_product_flash_attention(*rows, scale=scale)[0][:, 0]
+    if query.is_cuda and softcap is None and (ours := _kernel_for(query, keys, visible)):
+        with torch.cuda.device(query.device):
+            return ours(query, keys, values, visible, scale)
     logits = products(query, keys, scale)
     if logits.itemsize < 4:
         logits = logits.float()
@@ -55,6 +65,39 @@ def attend(
     elif visible is not None:
         logits += visible
     return mixed(logits.softmax(dim=-1), values)
+
+
+def _kernel_for(
+    query: Tensor, keys: Tensor | Coded, visible: Tensor | None
+) -> Callable[..., Tensor] | None:
+    """Return our kernel if it takes these arguments of `attend` on CUDA, otherwise None.
+
+    It needs a model in 16 bits, a bias that is the same for all queries, and no gradient.
+    """
+    pairs = keys.exact if isinstance(keys, Coded) else keys
+    alike = visible is None or (visible.shape[1] == 1 and visible.dtype != torch.bool)
+    few = query.shape[1] <= 64 and query.shape[2] <= 256
+    if pairs.itemsize == 2 and alike and few and not needs_gradient(query):
+        return _kernel(query.device)
+    return None
+
+
+@cache
+def _kernel(device: torch.device) -> Callable[..., Tensor] | None:
+    """Return our kernel; None on GPUs older than NVIDIA's Ampere, and where Triton does not work.
+
+    Triton comes with torch for CUDA on Linux, but needs a C compiler and Python's headers.
+    """
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from mmkv.cache import triton_attention
+
+        triton_attention.try_triton(device)
+    except (ImportError, RuntimeError, OSError, CalledProcessError) as error:
+        logger.warning("decode steps use torch's operations, which take longer: %s", error)
+        return None
+    return triton_attention.attend
 
 
 def flash_takes(query: Tensor) -> bool:

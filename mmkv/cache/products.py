@@ -20,8 +20,8 @@ class Coded(NamedTuple):
 
     codes: Tensor  # int8 [R, S, D]
     half: str | None  # which half of a byte is its code, "low" or "high"; None: all 8 bits
-    step: Tensor  # [R, G, S], of each group; float32, or the model's type if that is wider
-    exact: Tensor  # [R, X, D]
+    step: Tensor  # [R, G, S], of each group, in any floating type
+    exact: Tensor  # [R, X, D], in any floating type
     exact_slots: Tensor  # int64 [R, 1, X]; a slot that repeats is given once and zeros
     mean: Tensor | None = None  # [R, 1, D], what to add to every key; None: softmax ignores it
     size: int | None = None  # how many numbers a value has, the others being 0; None: all
@@ -30,12 +30,15 @@ class Coded(NamedTuple):
         """Return the inner products of queries [R, Q, D] with every slot: [R, Q, S]."""
         total: Tensor | None = None
         for q, codes, step in self._groups(query):
-            pieces = [torch.bmm(q, self._floats(codes[:, at]).mT) for at in self._pieces()]
+            floats = (self._floats(codes[:, at], q.dtype) for at in self._pieces())
+            pieces = [torch.bmm(q, x.mT) for x in floats]
             product = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
             product.mul_(step)
             total = product if total is None else total.add_(product)
         assert total is not None
-        total.scatter_add_(2, self._exact_index(query), torch.bmm(query, self.exact.mT))
+        total.scatter_add_(
+            2, self._exact_index(query), torch.bmm(query, self.exact.to(query.dtype).mT)
+        )
         return total if self.mean is None else total.add_(query @ self.mean.mT)
 
     def mixed(self, weights: Tensor) -> Tensor:
@@ -44,13 +47,14 @@ class Coded(NamedTuple):
         for _, codes, step in self._groups(self.codes):
             weighted, group_sum = weights * step, None
             for at in self._pieces():
-                part = torch.bmm(weighted[:, :, at], self._floats(codes[:, at]))
+                part = torch.bmm(weighted[:, :, at], self._floats(codes[:, at], weights.dtype))
                 group_sum = part if group_sum is None else group_sum.add_(part)
             assert group_sum is not None
             sums.append(group_sum)
         total = sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
         exact_weights = weights.gather(2, self._exact_index(weights))
-        return torch.baddbmm(total, exact_weights, self.exact)[..., : self.size]
+        exact = self.exact.to(weights.dtype)
+        return torch.baddbmm(total, exact_weights, exact)[..., : self.size]
 
     def _pieces(self) -> list[slice]:
         """Return the slots whose codes are unpacked at a time."""
@@ -59,11 +63,11 @@ class Coded(NamedTuple):
         n = max(1, most // max(1, R * D))
         return [slice(a, a + n) for a in range(0, S, n)]
 
-    def _floats(self, codes: Tensor) -> Tensor:
-        """Return some of the codes in the type of steps, in new storage."""
+    def _floats(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return some of the codes as floats, in new storage."""
         if self.half is not None:
             codes = codes * 16 if self.half == "low" else codes & -16
-        return codes.to(self.step.dtype)
+        return codes.to(dtype)
 
     def _exact_index(self, rows: Tensor) -> Tensor:
         """Return the slots of exact numbers for each query of `rows` [R, Q, ...]: [R, Q, X]."""
@@ -100,5 +104,5 @@ def products(query: Tensor, keys: Tensor | Coded, scale: float) -> Tensor:
 def mixed(weights: Tensor, values: Tensor | Coded) -> Tensor:
     """Return the sums of values by weights [R, Q, S]: [R, Q, D]."""
     if isinstance(values, Coded):
-        return values.mixed(weights.to(values.step.dtype))
+        return values.mixed(weights.to(torch.promote_types(weights.dtype, values.step.dtype)))
     return weights.to(values.dtype) @ values

@@ -218,7 +218,9 @@ class QuantizedKV:
 
     def _coded(self, widths: Sequence[int], *, whole: bool) -> list[tuple[Coded, Coded]]:
         """Return the result of `pairs` as codes."""
-        steps, exact = (x.to(self.mean.dtype) for x in (self.steps, self.exact))
+        steps, exact = self.steps, self.exact
+        if not steps.is_cuda:  # our kernel there reads them as they are
+            steps, exact = steps.to(self.mean.dtype), exact.to(self.mean.dtype)
         by_slot = (x.split_with_sizes(self._n_slots, 1) for x in (self.codes, steps))
         of_rows = (*exact.unbind(2), self.exact_slots[:, None], self.mean)
         by_row = (x.split_with_sizes(self._n_rows) for x in of_rows)

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import mmkv
+from helpers.codes import coded_block
 from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
 from helpers.oracle import REPLAYED, ROWS, options_of, short
@@ -123,6 +124,30 @@ def test_attention_of_a_block_equals_float64(dtype, head_dim, group, bias):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["all slots", "bias"])
+@pytest.mark.parametrize("group", [1, 4, 7])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_to_codes_equals_that_to_the_pairs_they_stand_for(
+    dtype, bits, head_dim, group, bias
+):
+    stored = coded_block(3, 200, head_dim, head_dim, bits=bits, device="cuda", dtype=dtype)
+    ((keys, values),) = stored.pairs([197], whole=False)
+    query = torch.randn(3, group, head_dim, device="cuda", dtype=dtype)
+    weights = torch.randn(3, 1, 200, device="cuda", dtype=dtype)[..., :197] if bias else None
+    rotated = query.to(stored.rotation.dtype) @ stored.rotation
+    scale = head_dim**-0.5
+    got = attend(rotated, keys, values, weights, scale, softcap=None).double()
+    ((key, value),) = stored.read()
+    logits = query.double() @ key[:, :197].double().mT * scale
+    expected = (logits if weights is None else logits + weights).softmax(-1) @ value[
+        :, :197
+    ].double()
+    error = ((got - expected).norm() / expected.norm()).item()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["all slots", "bias"])
 def test_attention_of_a_block_runs_named_kernels_alone(bias):
     """The default choice on Hopper is cuDNN, which plans a kernel for each number of slots."""
     qkv, weights = attention_inputs(torch.bfloat16, 128, 1, bias=bias)
@@ -135,11 +160,14 @@ def test_attention_of_a_block_runs_named_kernels_alone(bias):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "int4"])
 @pytest.mark.parametrize("policy", ["full", "snapkv", "condense", "h2o", "prefixkv"])
-def test_replayed_steps_in_16_bits_are_as_near_to_float32_as_plain_ones(policy, dtype, captures):
+def test_replayed_steps_in_16_bits_are_as_near_to_float32_as_plain_ones(
+    policy, kv_dtype, dtype, captures
+):
     """Over the first steps, before a rounding makes another token the likeliest."""
     model, inputs = here("llama", "padded")
-    options = {} if policy == "full" else short(policy)
+    options = {"kv_dtype": kv_dtype, **({} if policy == "full" else short(policy))}
     budget = None if policy == "full" else 0.5
     expected = both(model, inputs, policy, budget, **options)[1][0][:4]
     (replayed, *_), (plain, *_) = both(model.to(dtype), inputs, policy, budget, **options)

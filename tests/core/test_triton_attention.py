@@ -1,0 +1,109 @@
+"""Our kernel's attention is that of torch's operations, here in Triton's interpreter on a CPU.
+
+On a card `test_gpu.py` runs the kernel itself.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+
+from helpers.codes import coded_block
+from mmkv.cache import kernels
+
+triton = pytest.importorskip("triton", reason="there is no Triton")
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """The kernel, interpreted, with products of float32."""
+    if torch.cuda.is_available():
+        pytest.skip("test_gpu.py runs the kernel on this machine's card")
+    from mmkv.cache.triton_attention import attend
+
+    return partial(attend, kind=triton.language.float32)
+
+
+def bias_of(rows: int, slots: int, dtype: torch.dtype | None) -> torch.Tensor | None:
+    """A bias with empty slots at the end of the first row; None without a type."""
+    if dtype is None:
+        return None
+    bias = torch.randn(rows, 1, slots).to(dtype)
+    bias[0, :, -20:] = -torch.inf
+    return bias
+
+
+def same(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """They differ by no more than roundings of float32."""
+    assert got.shape == expected.shape
+    assert (got - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize("sizes", [(128, 128), (80, 80), (24, 16), (192, 128)], ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes(kernel, bits, sizes, queries, bias):
+    stored = coded_block(3, 150, *sizes, bits=bits)
+    ((keys, values),) = stored._coded([147], whole=False)
+    query, weights = torch.randn(3, queries, max(sizes)), bias_of(3, 147, bias)
+    logits = keys.products(query * 0.3)
+    expected = values.mixed((logits if weights is None else logits + weights).softmax(-1))
+    same(kernel(query, keys, values, weights, 0.3), expected)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize("sizes", [(64, 64), (40, 24)], ids=str)
+def test_plain_pairs(kernel, sizes, queries):
+    """Views of longer tensors, as a block's slots in use are."""
+    keys, values = (torch.randn(3, 150, size)[:, :147] for size in sizes)
+    query, weights = torch.randn(3, queries, sizes[0]), bias_of(3, 147, torch.float32)
+    expected = kernels.attend(query, keys, values, weights, scale=0.3, softcap=None)
+    same(kernel(query, keys, values, weights, 0.3), expected)
+
+
+def test_which_calls_the_kernel_takes(monkeypatch):
+    """A model in 16 bits, a bias for all queries alike or none, and no gradient."""
+    monkeypatch.setattr(kernels, "_kernel", lambda device: "kernel")
+    query, keys = torch.randn(3, 4, 64), torch.randn(3, 50, 64).bfloat16()
+    alike = torch.zeros(3, 1, 50)
+    assert kernels._kernel_for(query, keys, alike) == "kernel"
+    assert kernels._kernel_for(query, keys, None) == "kernel"
+    assert kernels._kernel_for(query, keys.float(), alike) is None
+    assert kernels._kernel_for(query, keys, alike > 0) is None
+    assert kernels._kernel_for(query, keys, alike.expand(-1, 4, -1)) is None
+    assert kernels._kernel_for(torch.randn(3, 65, 64), keys, alike) is None
+    assert kernels._kernel_for(torch.randn(3, 4, 288), keys, alike) is None
+    assert kernels._kernel_for(query.requires_grad_(), keys, alike) is None
+    for dtype, expected in ((torch.float16, "kernel"), (torch.float32, None)):
+        ((codes, _),) = coded_block(3, 150, 64, 64, bits=4, dtype=dtype)._coded([150], whole=False)
+        codes = codes._replace(exact=codes.exact.to(dtype))
+        assert kernels._kernel_for(query.detach(), codes, None) == expected
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("no C compiler"), OSError("no gcc")], ids=str)
+def test_without_a_working_triton_torch_attends(kernel, monkeypatch, caplog, error):
+    from mmkv.cache import triton_attention
+
+    def tried(device):
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(triton_attention, "try_triton", tried)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    found = kernels._kernel.__wrapped__(torch.device("cuda"))
+    assert found is (triton_attention.attend if error is None else None)
+    assert (str(error) in caplog.text) == (error is not None)
+
+
+def test_several_parts_of_a_row(kernel, monkeypatch):
+    from mmkv.cache import triton_attention
+
+    stored = coded_block(2, 300, 64, 64, bits=4)
+    ((keys, values),) = stored._coded([300], whole=False)
+    query, weights, found = torch.randn(2, 1, 64), bias_of(2, 300, torch.float32), []
+    for programs in (1, 6, 1000):
+        monkeypatch.setattr(triton_attention, "PROGRAMS", programs)
+        found.append(kernel(query, keys, values, weights, 0.3))
+    same(found[1], found[0])
+    same(found[2], found[0])
