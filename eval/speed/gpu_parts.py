@@ -81,35 +81,32 @@ def card(bench: Bench) -> None:
 def kernels(bench: Bench) -> None:
     """Time ways to attend from one token, without the host: twenty calls in a CUDA graph.
 
-    R rows of G queries attend to U slots of D numbers. "wide" is flash attention with 8 more
-    numbers a slot, which could hold a bias; "mmkv" is what the cache calls with a bias.
+    R rows of G queries attend to U slots of D numbers. "products" are two matrix products and a
+    softmax, "mmkv" is what the cache calls; gb_s counts the bytes of keys and values or of codes.
     """
     import torch
     from torch.nn.attention import SDPBackend
-    from torch.nn.functional import pad
 
     from mmkv.cache.kernels import attend
 
     dtype = torch.float32 if bench.tiny else torch.bfloat16
-    shapes = [
-        (32, 1, 1600),
-        (32, 1, 8192),
-        (256, 1, 1600),
-        (256, 1, 8192),
-        (8, 4, 1600),
-        (22, 1, 576),
-    ]
+    shapes = [(32, 1, 1600), (32, 1, 8192), (256, 1, 1600), (256, 1, 8192), (8, 4, 1600)]
+    shapes += [(22, 1, 576)]
     for R, G, U in [(2, 1, 64)] if bench.tiny else shapes:
         for D in (64, 128):
             qkv = [torch.randn(R, n, D, device=bench.device, dtype=dtype) for n in (G, U, U)]
             bias = torch.zeros(R, 1, U, device=bench.device, dtype=dtype)
-
+            in_8, in_4 = ((qkv[0].float(), *_coded(*qkv[1:], bits)) for bits in (8, 4))
+            ours = partial(attend, scale=D**-0.5, softcap=None)
             ways: dict[str, Any] = {
-                "flash": partial(_fused, SDPBackend.FLASH_ATTENTION, *qkv),
-                "wide": partial(_fused, SDPBackend.FLASH_ATTENTION, *(pad(x, (0, 8)) for x in qkv)),
-                "cudnn, bias": partial(_fused, SDPBackend.CUDNN_ATTENTION, *qkv, bias),
-                "efficient, bias": partial(_fused, SDPBackend.EFFICIENT_ATTENTION, *qkv, bias),
-                "mmkv, bias": partial(attend, *qkv, bias, scale=D**-0.5, softcap=None),
+                "flash, no bias": partial(_fused, SDPBackend.FLASH_ATTENTION, *qkv),
+                "cudnn": partial(_fused, SDPBackend.CUDNN_ATTENTION, *qkv, bias),
+                "products": partial(_by_products, *qkv, bias),
+                "mmkv": partial(ours, *qkv, bias),
+                "products, 8 bits": partial(_by_products, *in_8, bias),
+                "mmkv, 8 bits": partial(ours, *in_8, bias),
+                "products, 4 bits": partial(_by_products, *in_4, bias),
+                "mmkv, 4 bits": partial(ours, *in_4, bias),
             }
             for name, call in ways.items():
                 about: Row = {"R": R, "G": G, "U": U, "D": D, "way": name}
@@ -121,9 +118,36 @@ def kernels(bench: Bench) -> None:
                 except RuntimeError as error:
                     bench.put("kernels", **about, error=str(error).splitlines()[0][:120])
                     continue
-                gb_s = round(2 * R * U * D * bias.itemsize / us / 1e3)
+                size = next((n for kind, n in _BYTES.items() if kind in name), bias.itemsize)
+                gb_s = round(2 * R * U * D * size / us / 1e3)
                 row = about | {"us": round(us, 1), "gb_s": gb_s, "first_ms": round(1e3 * first, 1)}
                 bench.put("kernels", **row)
+
+
+# Of a code, and of a number of a key or a value.
+_BYTES = {"8 bits": 1, "4 bits": 0.5}
+
+
+def _coded(keys: Any, values: Any, bits: int) -> Any:
+    """Return keys and values [R, U, D] as codes, with an exact first token and a full window."""
+    import torch
+
+    from mmkv.cache.quantize import WINDOW, QuantizedKV
+
+    (R, U, _), device = keys.shape, keys.device
+    filled = torch.ones(R, U, dtype=torch.bool, device=device)
+    slots = torch.tensor([*range(U - WINDOW, U), 0], device=device).expand(R, -1).contiguous()
+    stored = QuantizedKV.of(
+        keys, values, filled, slots, bits=bits, start=U, opened=True, reuses=False
+    )
+    return stored.pairs([U], whole=False)[0]
+
+
+def _by_products(q: Any, k: Any, v: Any, bias: Any) -> object:
+    """Attend by two matrix products and a softmax."""
+    from mmkv.cache.products import mixed, products
+
+    return mixed((products(q, k, q.shape[-1] ** -0.5) + bias).softmax(-1), v)
 
 
 def _fused(backend: Any, q: Any, k: Any, v: Any, bias: Any = None) -> object:
@@ -208,7 +232,7 @@ def decode(bench: Bench) -> None:
     graph.logger.addHandler(Said())
     model = models.make(TINY if bench.tiny else models.SHAPES[MODEL], bench.device)
     settings = [(1, 96)] if bench.tiny else SETTINGS
-    for (batch, tokens), (label, policy, cudnn, options) in _rows(settings, model):
+    for (batch, tokens), (label, options, cudnn) in _rows(settings, model):
         about: Row = {"B": batch, "N": tokens, "row": label}
         if time.monotonic() > bench.stop:
             bench.put("decode", **about, note="no time was left")
@@ -220,7 +244,7 @@ def decode(bench: Bench) -> None:
             torch.cuda.reset_peak_memory_stats()
             torch.backends.cuda.enable_cudnn_sdp(cudnn)
         try:
-            measured = _reply(bench, model, batch, tokens, policy, options)
+            measured = _reply(bench, model, batch, tokens, options)
         except RuntimeError as error:
             measured = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
         bench.put("decode", **about, **measured, **({"graph": said[-1][:160]} if said else {}))
@@ -228,17 +252,20 @@ def decode(bench: Bench) -> None:
 
 def _rows(
     settings: list[tuple[int, int]], model: Any
-) -> Iterator[tuple[tuple[int, int], tuple[str, str | None, bool, dict[str, Any]]]]:
-    """Yield settings and rows: a label, a policy or None, whether cuDNN may be chosen, options."""
-    profile = {"profile": skewed_profile(model)}
-    rows: list[tuple[str, str | None, bool, dict[str, Any]]] = [
-        ("unwrapped", None, False, {}),
-        ("full", "full", False, {}),
-        ("condense 0.2", "condense", False, profile),
-        ("condense 0.2, 4 bits", "condense", False, {**profile, "kv_dtype": "int4"}),
-        ("snapkv 0.2", "snapkv", False, {}),
-        ("condense 0.2, no graph", "condense", False, {**profile, "graph": False}),
-        ("unwrapped, cuDNN", None, True, {}),
+) -> Iterator[tuple[tuple[int, int], tuple[str, dict[str, Any] | None, bool]]]:
+    """Yield settings and rows: a label, options of `wrap` or None, whether cuDNN may be chosen."""
+    default = {"profile": skewed_profile(model)}
+    fifth = {**default, "policy": "condense", "budget": 0.2}
+    rows: list[tuple[str, dict[str, Any] | None, bool]] = [
+        ("unwrapped", None, False),
+        ("full", {"policy": "full"}, False),
+        ("default", default, False),
+        ("condense 0.2", fifth, False),
+        ("condense 0.2, 8 bits", {**fifth, "kv_dtype": "int8"}, False),
+        ("condense 0.2, 4 bits", {**fifth, "kv_dtype": "int4"}, False),
+        ("snapkv 0.2", {"policy": "snapkv", "budget": 0.2}, False),
+        ("condense 0.2, no graph", {**fifth, "graph": False}, False),
+        ("unwrapped, cuDNN", None, True),
     ]
     for setting in settings:
         for row in rows:
@@ -246,7 +273,7 @@ def _rows(
 
 
 def _reply(
-    bench: Bench, model: Any, batch: int, tokens: int, policy: str | None, options: dict[str, Any]
+    bench: Bench, model: Any, batch: int, tokens: int, options: dict[str, Any] | None
 ) -> Row:
     """Read one batch of prompts and decode; return its times and bytes."""
     import torch
@@ -259,10 +286,8 @@ def _reply(
 
     warm, n = (2, 3) if bench.tiny else (WARM, STEPS)
     twin, cache = calls.twin(model), None
-    if policy is not None:
-        attachment = attachment_of(
-            mmkv.wrap(twin, policy, None if policy == "full" else 0.2, **options)
-        )
+    if options is not None:
+        attachment = attachment_of(mmkv.wrap(twin, **options))
         length = tokens + warm + n
         cache = CompressedCache(attachment.parts.config, attachment.plan, max_length=length)
     reply = models.reply(twin, models.make_prompt(model, batch, tokens), cache)
@@ -296,14 +321,15 @@ def prefill(bench: Bench) -> None:
     model = models.make(TINY if bench.tiny else models.SHAPES[PREFILL_MODEL], bench.device)
     for tokens in (128,) if bench.tiny else (4096, 32768):
         ids = models.make_prompt(model, 1, tokens)
-        for label in (None, "condense", "snapkv", "prefixkv"):
+        for label in ("unwrapped", "condense", "condense, TF32", "snapkv", "prefixkv"):
             if time.monotonic() > bench.stop:
-                bench.put("prefill", N=tokens, row=label or "unwrapped", note="no time was left")
+                bench.put("prefill", N=tokens, row=label, note="no time was left")
                 return
-            twin = calls.twin(model)
-            heads = {"profile": skewed_profile(model)} if label == "condense" else {}
-            if label:
-                mmkv.wrap(twin, label, 0.2, **heads)
+            twin, policy = calls.twin(model), label.split(",")[0]
+            heads = {"profile": skewed_profile(model)} if policy == "condense" else {}
+            if policy != "unwrapped":
+                mmkv.wrap(twin, policy, 0.2, **heads)
+            torch.set_float32_matmul_precision("high" if "TF32" in label else "highest")
 
             def run(twin: Any = twin, ids: Any = ids) -> object:
                 with torch.no_grad():
@@ -315,7 +341,7 @@ def prefill(bench: Bench) -> None:
                 run()
             found = events.key_averages()
             launches = sum(e.count for e in found if "LaunchKernel" in e.key)
-            row = {"N": tokens, "row": label or "unwrapped"}
+            row = {"N": tokens, "row": label}
             bench.put("prefill", **row, ms=round(ms, 1), launches=launches)
             if label == "condense":
                 _put_operations(bench, found, **row)
