@@ -5,6 +5,9 @@ sums of exponentials, as in flash decoding. Factors of products have 16 bits, th
 bfloat16, and sums are float32, as in torch's own kernels.
 """
 
+# Triton compiles what it decorates; parameters there have no Python types.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -42,16 +45,16 @@ def attend(
         stored = keys.codes, values.codes
         steps, exact = (keys.step, values.step), (keys.exact, values.exact)
         slots, bits, size = keys.exact_slots, 8 if keys.half is None else 4, values.size
-        G, X = steps[0].shape[1], slots.shape[2]
+        n_groups, n_exact = steps[0].shape[1], slots.shape[2]
     else:
         assert isinstance(keys, Tensor)
         assert isinstance(values, Tensor)
         stored = steps = exact = keys, values
-        slots, bits, size, G, X = keys, 16, None, 1, 0
+        slots, bits, size, n_groups, n_exact = keys, 16, None, 1, 0
     (R, Q, D), U, Dv = query.shape, stored[0].shape[1], stored[1].shape[2]
-    tiles = triton.cdiv(U, SLOTS)
-    per_part = triton.cdiv(tiles, min(tiles, triton.cdiv(PROGRAMS, R)))
-    n_parts = triton.cdiv(tiles, per_part) + (X > 0)
+    n_tiles = -(-U // SLOTS)
+    per_part = -(-n_tiles // min(n_tiles, -(-PROGRAMS // R)))
+    n_parts = -(-n_tiles // per_part) + (n_exact > 0)
     outputs = torch.empty(R, Q, n_parts, Dv, dtype=torch.float32, device=query.device)
     log_sums = torch.empty(R, Q, n_parts, dtype=torch.float32, device=query.device)
     _attend[(R, n_parts)](
@@ -78,10 +81,10 @@ def attend(
         _tile(D),
         Dv,
         _tile(Dv),
-        D // G,
-        _tile(D // G),
-        X,
-        triton.next_power_of_2(max(1, X)),
+        D // n_groups,
+        _tile(D // n_groups),
+        n_exact,
+        _tile(n_exact),
         SLOTS,
         bits,
         bias is not None,
@@ -106,16 +109,25 @@ def _write_one(x):
 
 def _tile(n: int) -> int:
     """Return the size of a tile for n numbers: a power of two that a product takes."""
-    return triton.next_power_of_2(max(16, n))
+    return max(16, 1 << (n - 1).bit_length())
 
 
-_NUMBERS = ["U", "per_part", "steps_row", "steps_group", "steps_slot", "exact_slots_row"]
-_NUMBERS += ["bias_row", "scale", "Q"]
-_SMALL = ["key_steps", "value_steps", "exact_slots", "bias", "log_sums"]
+# Numbers and tensors by whose value and alignment Triton would compile the kernel anew.
+_LENGTHS = [
+    "scale",
+    "U",
+    "per_part",
+    "steps_row",
+    "steps_group",
+    "steps_slot",
+    "exact_slots_row",
+    "bias_row",
+    "Q",
+]
+_UNALIGNED = ["key_steps", "value_steps", "exact_slots", "bias", "log_sums"]
 
 
-# One version of the kernel for all lengths: it does not depend on what divides these.
-@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_SMALL)
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_UNALIGNED)
 def _attend(
     query,
     key_store,
