@@ -26,12 +26,15 @@ def attend(
     visible: Tensor | None,
     scale: float,
     softcap: float | None,
+    *,
+    replayed: bool = False,
 ) -> Tensor:
     """Attend from q tokens of G query heads to one row's keys, without repeating keys.
 
     On CUDA the kernels are named, as the default choice (cuDNN on Hopper) plans a kernel for each
     new number of slots, half a second each. Flash attention takes neither a bias nor codes; for
-    these there is a kernel of our own (docs/gpu).
+    these there is a kernel of our own. The host takes longer to launch it than two matrix products
+    and a softmax, which are as good for pairs in a step that is not replayed (docs/gpu).
 
     Args:
         query: [R, G * q, D], the q tokens of each head together; the output has the same shape,
@@ -40,6 +43,7 @@ def attend(
         visible: bool [R, 1 or q, U], or a bias of the logits; None: all are visible.
         scale: factor of the query-key products.
         softcap: bound of the logits (Gemma 2), or None.
+        replayed: whether a CUDA graph replays the call.
     """
     if visible is not None and (q := visible.shape[1]) not in (1, query.shape[1]):
         visible = visible.repeat(1, query.shape[1] // q, 1)  # for each head of the group
@@ -52,9 +56,11 @@ def attend(
             return scaled_dot_product_attention(*rows, attn_mask=mask, scale=scale)[:, 0]
         if visible is None and flash_takes(query):
             return aten._scaled_dot_product_flash_attention(*rows, scale=scale)[0][:, 0]
-    if query.is_cuda and softcap is None and (ours := _kernel_for(query, keys, visible)):
-        with torch.cuda.device(query.device):
-            return ours(query, keys, values, visible, scale)
+    if query.is_cuda and softcap is None:
+        kernel = _kernel_for(query, keys, visible, replayed=replayed)
+        if kernel is not None:
+            with torch.cuda.device(query.device):
+                return kernel(query, keys, values, visible, scale)
     logits = products(query, keys, scale)
     if logits.itemsize < 4:
         logits = logits.float()
@@ -68,13 +74,18 @@ def attend(
 
 
 def _kernel_for(
-    query: Tensor, keys: Tensor | Coded, visible: Tensor | None
+    query: Tensor, keys: Tensor | Coded, visible: Tensor | None, *, replayed: bool
 ) -> Callable[..., Tensor] | None:
-    """Return our kernel if it takes these arguments of `attend` on CUDA, otherwise None.
+    """Return our kernel if it is to compute these arguments of `attend` on CUDA, otherwise None.
 
     It needs a model in 16 bits, a bias that is the same for all queries, and no gradient.
     """
-    pairs = keys.exact if isinstance(keys, Coded) else keys
+    if isinstance(keys, Coded):
+        pairs = keys.exact
+    elif replayed:
+        pairs = keys
+    else:
+        return None
     alike = visible is None or (visible.shape[1] == 1 and visible.dtype != torch.bool)
     few = query.shape[1] <= 64 and query.shape[2] <= 256
     if pairs.itemsize == 2 and alike and few and not needs_gradient(query):

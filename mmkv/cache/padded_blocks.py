@@ -225,7 +225,8 @@ class PaddedBlock:
 
     def _attend(self, query: Tensor, pairs: Pairs, visible: Tensor | None, step: Step) -> Tensor:
         """Attend to `visible` slots, see the function `attend`."""
-        return attend(query, *pairs, visible, step.scale, step.softcap)
+        replayed = step.graph_inputs is not None
+        return attend(query, *pairs, visible, step.scale, step.softcap, replayed=replayed)
 
     def width_of(self, q: int) -> int:
         """Return how many slots a step of q tokens attends to, theirs included."""

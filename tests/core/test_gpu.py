@@ -110,15 +110,17 @@ def attention_inputs(dtype, head_dim, group, *, bias, rows=6, slots=200):
     return qkv, weights
 
 
+@pytest.mark.parametrize("replayed", [False, True], ids=["plain step", "replayed step"])
 @pytest.mark.parametrize("bias", [False, True], ids=["all slots", "bias"])
 @pytest.mark.parametrize("group", [1, 4, 7])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_attention_of_a_block_equals_float64(dtype, head_dim, group, bias):
+def test_attention_of_a_block_equals_float64(dtype, head_dim, group, bias, replayed):
     (q, k, v), weights = attention_inputs(dtype, head_dim, group, bias=bias)
     logits = q.double() @ k.double().mT * head_dim**-0.5
     expected = (logits if weights is None else logits + weights.double()).softmax(-1) @ v.double()
-    got = attend(q, k, v, weights, scale=head_dim**-0.5, softcap=None).double()
+    options = {"scale": head_dim**-0.5, "softcap": None, "replayed": replayed}
+    got = attend(q, k, v, weights, **options).double()
     error = ((got - expected).norm() / expected.norm()).item()
     assert error < {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
 

@@ -63,22 +63,27 @@ def test_plain_pairs(kernel, sizes, queries):
 
 
 def test_which_calls_the_kernel_takes(monkeypatch):
-    """A model in 16 bits, a bias for all queries alike or none, and no gradient."""
+    """Those of a model in 16 bits, with a bias for all queries alike or none, and no gradient."""
     monkeypatch.setattr(kernels, "_kernel", lambda device: "kernel")
+
+    def takes(query, keys, bias, *, replayed=True):
+        return kernels._kernel_for(query, keys, bias, replayed=replayed) == "kernel"
+
     query, keys = torch.randn(3, 4, 64), torch.randn(3, 50, 64).bfloat16()
     alike = torch.zeros(3, 1, 50)
-    assert kernels._kernel_for(query, keys, alike) == "kernel"
-    assert kernels._kernel_for(query, keys, None) == "kernel"
-    assert kernels._kernel_for(query, keys.float(), alike) is None
-    assert kernels._kernel_for(query, keys, alike > 0) is None
-    assert kernels._kernel_for(query, keys, alike.expand(-1, 4, -1)) is None
-    assert kernels._kernel_for(torch.randn(3, 65, 64), keys, alike) is None
-    assert kernels._kernel_for(torch.randn(3, 4, 288), keys, alike) is None
-    assert kernels._kernel_for(query.requires_grad_(), keys, alike) is None
-    for dtype, expected in ((torch.float16, "kernel"), (torch.float32, None)):
+    assert takes(query, keys, alike)
+    assert takes(query, keys, None)
+    assert not takes(query, keys, alike, replayed=False)
+    assert not takes(query, keys.float(), alike)
+    assert not takes(query, keys, alike > 0)
+    assert not takes(query, keys, alike.expand(-1, 4, -1))
+    assert not takes(torch.randn(3, 65, 64), keys, alike)
+    assert not takes(torch.randn(3, 4, 288), keys, alike)
+    assert not takes(torch.randn(3, 4, 64, requires_grad=True), keys, alike)
+    for dtype in (torch.float16, torch.float32):
         ((codes, _),) = coded_block(3, 150, 64, 64, bits=4, dtype=dtype)._coded([150], whole=False)
         codes = codes._replace(exact=codes.exact.to(dtype))
-        assert kernels._kernel_for(query.detach(), codes, None) == expected
+        assert takes(query, codes, None, replayed=False) == (dtype == torch.float16)
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("no C compiler"), OSError("no gcc")], ids=str)
