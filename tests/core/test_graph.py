@@ -20,6 +20,7 @@ from helpers.oracle import DECODING, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
 from helpers.zoo import NAMES, OWN_DECODER, inputs_of, model_of
 from mmkv.attach import graph
+from mmkv.cache import kernels, padded_blocks
 from mmkv.calls import cache_in
 from mmkv.decode import slots
 
@@ -75,6 +76,24 @@ def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
         assert all(set(x.unique().tolist()) <= {0, 1, 16} for x in apart)
         atol = 0.5 * 2.0**-bits if n else atol
     same_run((logits, got, cache), (expected, tokens, plain), atol)
+
+
+def test_steps_that_a_graph_replays_say_so_to_their_attention(models, on_cpu, monkeypatch):
+    """On CUDA a kernel of our own then reads the pairs."""
+    said = []
+
+    def noted(*args, replayed, **options):
+        said.append(replayed)
+        return kernels.attend(*args, replayed=replayed, **options)
+
+    monkeypatch.setattr(padded_blocks, "attend", noted)
+    model, inputs = models("llama"), make_inputs("llama", ROWS["one"])
+    for replays in (False, True):
+        said.clear()
+        with mmkv.wrapped(model, "snapkv", 0.5, graph=replays, **short("snapkv")):
+            generate(model, inputs, new=NEW)
+        assert said
+        assert set(said) == {replays}
 
 
 def codes(layer, other):
