@@ -218,7 +218,7 @@ def _store(
                 bits=BITS[plan.kv_dtype],
                 start=start,
                 opened=opened,
-                reuses=schedule.drops or width == 0,
+                reuses=schedule.drops or width < plan.policy.n_exact,
             )
             for i, (x, read) in enumerate(zip((keys, values), part.read()[0], strict=True)):
                 errors[index, i] = squares(x, read, filled)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -87,7 +86,8 @@ def _kernel_for(
     else:
         return None
     alike = visible is None or (visible.shape[1] == 1 and visible.dtype != torch.bool)
-    few = query.shape[1] <= 64 and query.shape[2] <= 256
+    D = query.shape[2]
+    few = D <= 256 and query.shape[1] <= (64 if D <= 128 else 32)  # as its memory has room for
     if pairs.itemsize == 2 and alike and few and not needs_gradient(query):
         return _kernel(query.device)
     return None
@@ -105,7 +105,7 @@ def _kernel(device: torch.device) -> Callable[..., Tensor] | None:
         from mmkv.cache import triton_attention
 
         triton_attention.try_triton(device)
-    except (ImportError, RuntimeError, OSError, CalledProcessError) as error:
+    except Exception as error:  # those of Triton and of compilers have no class in common
         logger.warning("decode steps use torch's operations, which take longer: %s", error)
         return None
     return triton_attention.attend

@@ -22,7 +22,7 @@ class Coded(NamedTuple):
     half: str | None  # which half of a byte is its code, "low" or "high"; None: all 8 bits
     step: Tensor  # [R, G, S], of each group, in any floating type
     exact: Tensor  # [R, X, D], in any floating type
-    exact_slots: Tensor  # int64 [R, 1, X]; a slot that repeats is given once and zeros
+    exact_slots: Tensor  # int64 [R, 1, X]; of a slot that repeats, all but the last are zeros
     mean: Tensor | None = None  # [R, 1, D], what to add to every key; None: softmax ignores it
     size: int | None = None  # how many numbers a value has, the others being 0; None: all
 
@@ -71,7 +71,10 @@ class Coded(NamedTuple):
 
     def _exact_index(self, rows: Tensor) -> Tensor:
         """Return the slots of exact numbers for each query of `rows` [R, Q, ...]: [R, Q, X]."""
-        return self.exact_slots.expand(-1, rows.shape[1], -1)
+        slots, S = self.exact_slots, self.codes.shape[1]
+        if slots.shape[2] > S:  # a row's first places may name slots behind, whose pairs are zeros
+            slots = slots.clamp(max=S - 1)
+        return slots.expand(-1, rows.shape[1], -1)
 
     def _groups(self, x: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Return a part of x [..., D], codes and steps of each group."""

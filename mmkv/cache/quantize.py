@@ -46,13 +46,14 @@ class QuantizedKV:
             tokens, if there is a window, and after them the row's first tokens. A place without
             a token of its own holds zeros.
         exact_slots: int64 [R, X], the slot of each place, to which its pair is added; rows count
-            their own slots.
+            their own slots. Of places with the same slot the last one has its pair.
         mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider. It is
             0 until a row has codes, and does not change after that.
         sizes: D and Dv; None: N both.
         start: the position of the token that enters the window at its place 0.
         opened: whether there is a window, from the first generated token on.
-        reuses: whether a new token may take a slot that was in use.
+        reuses: whether a new token may take a slot that another had, or that a place of a row's
+            first tokens names, as a row of fewer tokens has places with empty slots.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Attention of a decode step on a GPU, as one Triton kernel that reads codes as they are stored.
 
 Each program reads some slots of a row, or a row's exact pairs. Their outputs are joined by their
-sums of exponentials, as in flash decoding. Factors of products have 16 bits, those of codes
-bfloat16, and sums are float32, as in torch's own kernels.
+sums of exponentials, as in flash decoding. Factors of products have the model's type, of 16 bits,
+and sums are float32, as in torch's own kernels.
 """
 
 # Triton compiles what it decorates; parameters there have no Python types.
@@ -23,6 +23,13 @@ SLOTS = 64  # that a program reads at a time
 PROGRAMS = 528  # of a call, if there are slots enough: four for each multiprocessor of an H200
 WARPS, STAGES = 4, 2
 
+# Triton's name of a model's type; float32 where its interpreter tests the kernel.
+_TYPES: dict[torch.dtype, Any] = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
+
 
 def attend(
     query: Tensor,
@@ -30,16 +37,14 @@ def attend(
     values: Tensor | Coded,
     bias: Tensor | None,
     scale: float,
-    kind: Any = tl.bfloat16,
 ) -> Tensor:
-    """Return the output [R, Q, Dv] of `mmkv.cache.kernels.attend`, in float32.
+    """Return the output [R, Q, Dv] of `mmkv.cache.kernels.attend`, in float32 or autocast's type.
 
     Args:
         query: [R, Q, D].
         keys, values: of U slots.
         bias: [R, 1, U], added to the logits; None: all slots are visible.
         scale: factor of the query-key products.
-        kind: Triton's type of the numbers that codes stand for.
     """
     if isinstance(keys, Coded) and isinstance(values, Coded):
         stored = keys.codes, values.codes
@@ -88,7 +93,7 @@ def attend(
         SLOTS,
         bits,
         bias is not None,
-        kind,
+        _TYPES[exact[0].dtype],
         num_warps=WARPS,
         num_stages=STAGES,
     )
@@ -167,7 +172,7 @@ def _attend(
     SLOTS: tl.constexpr,
     BITS: tl.constexpr,
     BIASED: tl.constexpr,
-    KIND: tl.constexpr,
+    TYPE: tl.constexpr,
 ):
     row, part, n_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     q, d, dv = tl.arange(0, Q_TILE), tl.arange(0, D_TILE), tl.arange(0, DV_TILE)
@@ -216,8 +221,8 @@ def _attend(
                 of_group = seen[:, None] & (group * GROUP < D)[None, :]
                 key_step = tl.load(key_steps + step, mask=of_group, other=0.0)
                 value_step = tl.load(value_steps + step, mask=of_group, other=0.0)
-                keys = _numbers(keys, key_step, SLOTS, D_TILE, GROUP_TILE).to(KIND)
-                values = _numbers(values, value_step, SLOTS, D_TILE, GROUP_TILE).to(KIND)
+                keys = _numbers(keys, key_step, SLOTS, D_TILE, GROUP_TILE).to(TYPE)
+                values = _numbers(values, value_step, SLOTS, D_TILE, GROUP_TILE).to(TYPE)
                 exact = tl.max((of_place[:, None] == slot[None, :]).to(tl.int32), 0)
                 seen = seen & (exact == 0)
             added = tl.where(seen, 0.0, float("-inf"))

@@ -3,25 +3,25 @@
 On a card `test_gpu.py` runs the kernel itself.
 """
 
-from functools import partial
-
 import pytest
 import torch
 
+import mmkv
 from helpers.codes import coded_block
-from mmkv.cache import kernels
+from helpers.models import make_inputs
+from mmkv.cache import kernels, padded_blocks, quantize
 
-triton = pytest.importorskip("triton", reason="there is no Triton")
+pytest.importorskip("triton", reason="there is no Triton")
 
 
 @pytest.fixture(scope="module")
 def kernel():
-    """The kernel, interpreted, with products of float32."""
+    """The kernel, interpreted, for a model in float32."""
     if torch.cuda.is_available():
         pytest.skip("test_gpu.py runs the kernel on this machine's card")
     from mmkv.cache.triton_attention import attend
 
-    return partial(attend, kind=triton.language.float32)
+    return attend
 
 
 def bias_of(rows: int, slots: int, dtype: torch.dtype | None) -> torch.Tensor | None:
@@ -62,6 +62,36 @@ def test_plain_pairs(kernel, sizes, queries):
     same(kernel(query, keys, values, weights, 0.3), expected)
 
 
+@pytest.mark.parametrize(
+    ("policy", "lengths", "new", "options"),
+    [
+        ("condense", (30, 56), 12, {"budget": 0.3, "kv_dtype": "int4"}),
+        ("streaming", (3, 30), 20, {"budget": 12, "kv_dtype": "int8"}),
+        # A row of fewer tokens than the policy has sinks, whose new tokens become codes.
+        ("snapkv", (2,), 70, {"budget": 64, "sinks": 4, "kv_dtype": "int4"}),
+        ("condense", (2, 40), 12, {"budget": 32, "sinks": 4, "kv_dtype": "int8"}),
+    ],
+    ids=str,
+)
+def test_steps_of_a_model(models, kernel, monkeypatch, policy, lengths, new, options):
+    """The kernel's attention is that of the products, in every eleventh call."""
+    calls = []
+
+    def compared(query, keys, values, visible, scale, softcap, *, replayed):
+        expected = kernels.attend(query, keys, values, visible, scale, softcap)
+        calls.append(query)
+        if len(calls) % 11 == 0:
+            same(kernel(query, keys, values, visible, scale), expected)
+        return expected
+
+    monkeypatch.setattr(padded_blocks, "attend", compared)
+    monkeypatch.setattr(quantize, "_FEW", 0)  # as codes, though they are few
+    model, inputs = models("llama"), make_inputs("llama", lengths)
+    with mmkv.wrapped(model, policy, **options):
+        model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+    assert len(calls) > 11
+
+
 def test_which_calls_the_kernel_takes(monkeypatch):
     """Those of a model in 16 bits, with a bias for all queries alike or none, and no gradient."""
     monkeypatch.setattr(kernels, "_kernel", lambda device: "kernel")
@@ -79,6 +109,7 @@ def test_which_calls_the_kernel_takes(monkeypatch):
     assert not takes(query, keys, alike.expand(-1, 4, -1))
     assert not takes(torch.randn(3, 65, 64), keys, alike)
     assert not takes(torch.randn(3, 4, 288), keys, alike)
+    assert not takes(torch.randn(3, 33, 136), keys, alike)
     assert not takes(torch.randn(3, 4, 64, requires_grad=True), keys, alike)
     for dtype in (torch.float16, torch.float32):
         ((codes, _),) = coded_block(3, 150, 64, 64, bits=4, dtype=dtype)._coded([150], whole=False)
@@ -86,7 +117,9 @@ def test_which_calls_the_kernel_takes(monkeypatch):
         assert takes(query, codes, None, replayed=False) == (dtype == torch.float16)
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("no C compiler"), OSError("no gcc")], ids=str)
+@pytest.mark.parametrize(
+    "error", [None, RuntimeError("no C compiler"), Exception("no ptxas")], ids=str
+)
 def test_without_a_working_triton_torch_attends(kernel, monkeypatch, caplog, error):
     from mmkv.cache import triton_attention
 
