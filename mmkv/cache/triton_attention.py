@@ -174,6 +174,12 @@ def _attend(
     BIASED: tl.constexpr,
     TYPE: tl.constexpr,
 ):
+    """Write `outputs` [R, Q, parts, Dv], and the logarithms of sums of exponentials [R, Q, parts].
+
+    A program computes one part of one row: `per_part` of the U slots, or, in codes, the X exact
+    pairs, which are part 0. Names in capitals with TILE are a length's power of two; `key_row` and
+    the like are strides.
+    """
     row, part, n_parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     q, d, dv = tl.arange(0, Q_TILE), tl.arange(0, D_TILE), tl.arange(0, DV_TILE)
     own = (q < Q)[:, None] & (d < D)[None, :]
