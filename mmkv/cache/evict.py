@@ -218,8 +218,9 @@ def _store(
                 bits=BITS[plan.kv_dtype],
                 start=start,
                 opened=opened,
-                reuses=schedule.drops or width < plan.policy.n_exact,
+                reuses=schedule.drops or width == 0,
             )
+            part.short = width < plan.policy.n_exact
             for i, (x, read) in enumerate(zip((keys, values), part.read()[0], strict=True)):
                 errors[index, i] = squares(x, read, filled)
             parts.append(part)

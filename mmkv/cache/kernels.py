@@ -77,11 +77,12 @@ def _kernel_for(
 ) -> Callable[..., Tensor] | None:
     """Return our kernel if it is to compute these arguments of `attend` on CUDA, otherwise None.
 
-    It needs a model in 16 bits, a bias that is the same for all queries, and no gradient.
+    It needs a model in 16 bits, a bias that is the same for all queries, and no gradient; it hides
+    the codes of a slot that an exact pair's place names, which short rows have.
     """
-    if isinstance(keys, Coded):
+    if isinstance(keys, Coded) and not keys.short:
         pairs = keys.exact
-    elif replayed:
+    elif replayed and isinstance(keys, Tensor):
         pairs = keys
     else:
         return None

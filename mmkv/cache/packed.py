@@ -240,8 +240,9 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
                 bits=BITS[plan.kv_dtype],
                 start=prompt.valid.shape[1],
                 opened=False,
-                reuses=schedule.drops or width < n_first,
+                reuses=schedule.drops or width == 0,
             )
+            part.short = width < n_first
             parts.append(part)
         scores, log_weights = x.get("scores"), x.get("bias")
         blocks.append(block_of(rows, positions, schedule, dtype, scores, log_weights, width))

@@ -22,9 +22,10 @@ class Coded(NamedTuple):
     half: str | None  # which half of a byte is its code, "low" or "high"; None: all 8 bits
     step: Tensor  # [R, G, S], of each group, in any floating type
     exact: Tensor  # [R, X, D], in any floating type
-    exact_slots: Tensor  # int64 [R, 1, X]; of a slot that repeats, all but the last are zeros
+    exact_slots: Tensor  # int64 [R, 1, X]; see `QuantizedKV`
     mean: Tensor | None = None  # [R, 1, D], what to add to every key; None: softmax ignores it
     size: int | None = None  # how many numbers a value has, the others being 0; None: all
+    short: bool = False  # see `QuantizedKV`
 
     def products(self, query: Tensor) -> Tensor:
         """Return the inner products of queries [R, Q, D] with every slot: [R, Q, S]."""

@@ -46,14 +46,16 @@ class QuantizedKV:
             tokens, if there is a window, and after them the row's first tokens. A place without
             a token of its own holds zeros.
         exact_slots: int64 [R, X], the slot of each place, to which its pair is added; rows count
-            their own slots. Of places with the same slot the last one has its pair.
+            their own slots. Of places with the same slot the last one has its pair, unless a row
+            is `short`.
         mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider. It is
             0 until a row has codes, and does not change after that.
         sizes: D and Dv; None: N both.
         start: the position of the token that enters the window at its place 0.
         opened: whether there is a window, from the first generated token on.
-        reuses: whether a new token may take a slot that another had, or that a place of a row's
-            first tokens names, as a row of fewer tokens has places with empty slots.
+        reuses: whether a new token may take a slot that was in use.
+        short: whether a row may have fewer tokens than places for its first ones: new tokens get
+            the empty slots of such places, and become codes there.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class QuantizedKV:
         self.exact_slots, self.mean = exact_slots, mean
         self.bits, self.start, self.opened, self.reuses = bits, start, opened, reuses
         self.sizes = sizes or (mean.shape[-1], mean.shape[-1])
+        self.short = False
         self._n_rows, self._n_slots = [R for R, _ in shapes], [R * S for R, S in shapes]
         self._capacities = [S for _, S in shapes]
 
@@ -138,7 +141,7 @@ class QuantizedKV:
         with no_autocast(parts[0].codes.device):  # it cannot join float16 if it rounds to bfloat16
             codes, steps = (torch.cat(x, dim=1) for x in (codes, steps))
             found = parts[0]._with(shapes, codes, steps, *map(torch.cat, others))
-        found.reuses = any(x.reuses for x in parts)
+        found.reuses, found.short = any(x.reuses for x in parts), any(x.short for x in parts)
         return found
 
     def split(self) -> list[QuantizedKV]:
@@ -174,7 +177,7 @@ class QuantizedKV:
 
     def _with(self, shapes: Sequence[tuple[int, int]], *tensors: Tensor) -> QuantizedKV:
         """Return a copy with other shapes and tensors, in the order of `_tensors`."""
-        return QuantizedKV(
+        found = QuantizedKV(
             shapes,
             *tensors,
             bits=self.bits,
@@ -183,6 +186,8 @@ class QuantizedKV:
             reuses=self.reuses,
             sizes=self.sizes,
         )
+        found.short = self.short
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -231,7 +236,7 @@ class QuantizedKV:
             self.shapes, widths, *by_slot, *by_row, strict=True
         ):
             c, s = c.view(-1, R, S, N)[:, :, :width], s.view(2, R, S, -1)[:, :, :width].mT
-            keys = Coded(c[0], of_key, s[0], key, slots, mean if whole else None)
+            keys = Coded(c[0], of_key, s[0], key, slots, mean if whole else None, short=self.short)
             blocks.append((keys, Coded(c[-1], of_value, s[1], value, slots, None, size)))
         return blocks
 

@@ -63,24 +63,24 @@ def test_plain_pairs(kernel, sizes, queries):
 
 
 @pytest.mark.parametrize(
-    ("policy", "lengths", "new", "options"),
+    ("policy", "lengths", "new", "short", "options"),
     [
-        ("condense", (30, 56), 12, {"budget": 0.3, "kv_dtype": "int4"}),
-        ("streaming", (3, 30), 20, {"budget": 12, "kv_dtype": "int8"}),
-        # A row of fewer tokens than the policy has sinks, whose new tokens become codes.
-        ("snapkv", (2,), 70, {"budget": 64, "sinks": 4, "kv_dtype": "int4"}),
-        ("condense", (2, 40), 12, {"budget": 32, "sinks": 4, "kv_dtype": "int8"}),
+        ("condense", (30, 56), 12, False, {"budget": 0.3, "kv_dtype": "int4"}),
+        ("streaming", (5, 30), 20, False, {"budget": 12, "kv_dtype": "int8"}),
+        # Rows of fewer tokens than the policy has sinks: the kernel does not take them.
+        ("snapkv", (2,), 12, True, {"budget": 64, "sinks": 4, "kv_dtype": "int4"}),
+        ("condense", (2, 40), 12, True, {"budget": 32, "sinks": 4, "kv_dtype": "int8"}),
     ],
     ids=str,
 )
-def test_steps_of_a_model(models, kernel, monkeypatch, policy, lengths, new, options):
+def test_steps_of_a_model(models, kernel, monkeypatch, policy, lengths, new, short, options):
     """The kernel's attention is that of the products, in every eleventh call."""
     calls = []
 
     def compared(query, keys, values, visible, scale, softcap, *, replayed):
         expected = kernels.attend(query, keys, values, visible, scale, softcap)
-        calls.append(query)
-        if len(calls) % 11 == 0:
+        calls.append(keys.short)
+        if len(calls) % 11 == 0 and not keys.short:
             same(kernel(query, keys, values, visible, scale), expected)
         return expected
 
@@ -90,6 +90,7 @@ def test_steps_of_a_model(models, kernel, monkeypatch, policy, lengths, new, opt
     with mmkv.wrapped(model, policy, **options):
         model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False)
     assert len(calls) > 11
+    assert set(calls) == {short}
 
 
 def test_which_calls_the_kernel_takes(monkeypatch):
