@@ -77,8 +77,8 @@ def _kernel_for(
 ) -> Callable[..., Tensor] | None:
     """Return our kernel if it is to compute these arguments of `attend` on CUDA, otherwise None.
 
-    It needs a model in 16 bits, a bias that is the same for all queries, and no gradient; it hides
-    the codes of a slot that an exact pair's place names, which short rows have.
+    It needs a model in 16 bits, a bias that is the same for all queries, and no gradient. It leaves
+    out the codes of each slot that a place of exact pairs names; some may be needed if `short`.
     """
     if isinstance(keys, Coded) and not keys.short:
         pairs = keys.exact

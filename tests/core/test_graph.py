@@ -78,22 +78,22 @@ def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     same_run((logits, got, cache), (expected, tokens, plain), atol)
 
 
-def test_steps_that_a_graph_replays_say_so_to_their_attention(models, on_cpu, monkeypatch):
+def test_attention_is_told_whether_a_graph_replays_the_step(models, on_cpu, monkeypatch):
     """On CUDA a kernel of our own then reads the pairs."""
-    said = []
+    told = []
 
     def noted(*args, replayed, **options):
-        said.append(replayed)
+        told.append(replayed)
         return kernels.attend(*args, replayed=replayed, **options)
 
     monkeypatch.setattr(padded_blocks, "attend", noted)
     model, inputs = models("llama"), make_inputs("llama", ROWS["one"])
     for replays in (False, True):
-        said.clear()
+        told.clear()
         with mmkv.wrapped(model, "snapkv", 0.5, graph=replays, **short("snapkv")):
             generate(model, inputs, new=NEW)
-        assert said
-        assert set(said) == {replays}
+        assert told
+        assert set(told) == {replays}
 
 
 def codes(layer, other):

@@ -142,7 +142,7 @@ def test_later_turn_has_heads_as_rows_and_rotated_old_keys():
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [8, 6])
-def test_moved_rotates_back_and_to_new_positions(interleaved, rotated):
+def test_rotation_moves_keys_to_new_positions(interleaved, rotated):
     """With a scale, as some models have, and dimensions that are not turned."""
     draw = torch.Generator().manual_seed(3)
     angle = torch.rand(2, 5, rotated // 2, generator=draw)

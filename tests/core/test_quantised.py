@@ -219,9 +219,8 @@ def test_bytes_fall_with_bits(kv_dtype, bits_each):
         with mmkv.wrapped(model, "streaming", 100, kv_dtype=kv_dtype):
             *_, cache, _ = generate(model, inputs, new=new)
         exact = sinks + (48 if new > 1 else 0)  # the first generated token opens the window
-        coded = (
-            rows * (100 + (new > 1)) * 2 * D * bits_each / 8
-        )  # a slot for the token that is read
+        slots = 100 + (new > 1)  # one for the generated token that is read
+        coded = rows * slots * 2 * D * bits_each / 8
         assert cache.nbytes == coded + rows * (exact * (2 * D * 2 + 8) + D * 4)
         report = cache.report()
         assert report.nbytes == sum(x.nbytes for x in report.layers) == cache.nbytes

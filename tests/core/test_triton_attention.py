@@ -1,6 +1,6 @@
 """Our kernel's attention is that of torch's operations, here in Triton's interpreter on a CPU.
 
-On a card `test_gpu.py` runs the kernel itself.
+On a GPU `test_gpu.py` runs the kernel itself.
 """
 
 import pytest
@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="there is no Triton")
 def kernel():
     """The kernel, interpreted, for a model in float32."""
     if torch.cuda.is_available():
-        pytest.skip("test_gpu.py runs the kernel on this machine's card")
+        pytest.skip("test_gpu.py runs the kernel on this machine's GPU")
     from mmkv.cache.triton_attention import attend
 
     return attend
@@ -43,7 +43,7 @@ def same(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("queries", [1, 7])
 @pytest.mark.parametrize("sizes", [(128, 128), (80, 80), (24, 16), (192, 128)], ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
-def test_codes(kernel, bits, sizes, queries, bias):
+def test_attention_to_codes_equals_that_of_products(kernel, bits, sizes, queries, bias):
     stored = coded_block(3, 150, *sizes, bits=bits)
     ((keys, values),) = stored._coded([147], whole=False)
     query, weights = torch.randn(3, queries, max(sizes)), bias_of(3, 147, bias)
@@ -54,7 +54,7 @@ def test_codes(kernel, bits, sizes, queries, bias):
 
 @pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize("sizes", [(64, 64), (40, 24)], ids=str)
-def test_plain_pairs(kernel, sizes, queries):
+def test_attention_to_pairs_equals_that_of_torch(kernel, sizes, queries):
     """Views of longer tensors, as a block's slots in use are."""
     keys, values = (torch.randn(3, 150, size)[:, :147] for size in sizes)
     query, weights = torch.randn(3, queries, sizes[0]), bias_of(3, 147, torch.float32)
@@ -73,7 +73,9 @@ def test_plain_pairs(kernel, sizes, queries):
     ],
     ids=str,
 )
-def test_steps_of_a_model(models, kernel, monkeypatch, policy, lengths, new, short, options):
+def test_attention_in_steps_of_a_model_equals_that_of_products(
+    models, kernel, monkeypatch, policy, lengths, new, short, options
+):
     """The kernel's attention is that of the products, in every eleventh call."""
     calls = []
 
@@ -135,7 +137,7 @@ def test_without_a_working_triton_torch_attends(kernel, monkeypatch, caplog, err
     assert (str(error) in caplog.text) == (error is not None)
 
 
-def test_several_parts_of_a_row(kernel, monkeypatch):
+def test_number_of_parts_of_a_row_does_not_change_its_attention(kernel, monkeypatch):
     from mmkv.cache import triton_attention
 
     stored = coded_block(2, 300, 64, 64, bits=4)

@@ -9,5 +9,5 @@ import shutil
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Processes that tests start compute as tests do, on one thread.
 os.environ["OMP_NUM_THREADS"] = "1"
-if shutil.which("nvidia-smi") is None:  # without a card Triton's kernels can be interpreted
+if shutil.which("nvidia-smi") is None:  # without a GPU Triton's kernels can be interpreted
     os.environ["TRITON_INTERPRET"] = "1"
