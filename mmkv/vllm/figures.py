@@ -32,7 +32,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
-    from mmkv.merge import groups
+    from mmkv.merge import k_means
     from mmkv.scores import observers
     from mmkv.vllm import backend
 
@@ -85,7 +85,7 @@ def main() -> None:
 
     core.model_executor.execute_model, core.scheduler._preempt_request = timed, counted
     # The last two are parts of the first: products and softmax of observers, and of k-means.
-    inner = (observers, "_changes"), (groups, "_k_means")
+    inner = (observers, "_changes"), (k_means, "_k_means")
     for module, name in ((backend, "compress"), (backend, "causal"), *inner):
         setattr(module, name, adding(name, getattr(module, name)))
     lengths = (

@@ -15,7 +15,7 @@ from helpers.models import random
 from mmkv import tensors as tiling
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.selection import Ranking
-from mmkv.merge.groups import leaders
+from mmkv.merge.k_means import leaders
 
 
 def layer(B: int, H: int, N: int, D: int = 4, Dv: int = 3, seed: int = 0) -> list[Tensor]:
