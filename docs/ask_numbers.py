@@ -38,4 +38,5 @@ def main(url: str, model: str, name: str, prompts: int = 20) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))
+    url, model, name, *prompts = sys.argv[1:]
+    main(url, model, name, *map(int, prompts))

@@ -21,7 +21,7 @@ REQUESTS, TURNS, STEPS = 8, 70, 2
 def engine(model: str, budget: str) -> None:
     """Print the CPU seconds of the prompts, then those of a step for each line of the input."""
     import torch
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
     llm = LLM(
@@ -67,8 +67,8 @@ def main() -> None:
 
     def start(budget: str) -> Any:
         command = [sys.executable, __file__, "--engine", model, budget]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        return subprocess.Popen(command, env=environment, **pipes)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
 
     def read(process: Any) -> float:
         line = next(x for x in process.stdout if x.startswith("time "))

@@ -25,6 +25,7 @@ def main(name: str, budget: float, prompts: int = 16) -> None:
     loaded = chat.load(name, "cpu", "float32")
     model = loaded.model
     scores = mmkv.probe(model).retrieval
+    assert scores is not None
     places = [(i, h) for i, layer in enumerate(scores) for h in range(len(layer))]
     weights = [scores[i][h] + RetrievalHeads().floor for i, h in places]
     targets = proportional(weights, budget * len(places), 1.0)

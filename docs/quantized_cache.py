@@ -16,7 +16,7 @@ from transformers import DynamicCache, QuantizedCache
 import mmkv
 from mmkv import chat, forcing
 from mmkv.eval.arguments import token_counter
-from mmkv.eval.prompts import Encoder, longest
+from mmkv.eval.prompts import Encoder
 from mmkv.eval.suites.registry import load_suite
 
 OURS = 'mmkv, kv_dtype="int4"'
@@ -30,7 +30,7 @@ def nbytes(x: Any) -> int:
     return sum(map(nbytes, inner))
 
 
-def quantised(model: Any, filled: Any, nbits: int) -> QuantizedCache:
+def quantised(model: Any, filled: Any, nbits: int) -> Any:
     """Return a QuantizedCache of the pairs in a filled DynamicCache; groups of 64 numbers."""
     cache = QuantizedCache("hqq", model.config, nbits=nbits, axis_key=1, axis_value=1)
     for i, layer in enumerate(filled.layers):
@@ -41,18 +41,18 @@ def quantised(model: Any, filled: Any, nbits: int) -> QuantizedCache:
 def main(name: str, prompts: int = 16) -> None:
     """Compare the caches on each prompt; print their means for 4 and for 2 bits."""
     loaded = chat.load(name, "cpu", "bfloat16", None)
-    model, encoder = loaded.model, Encoder(loaded.processor, longest(loaded.model))
+    model, encoder = loaded.model, Encoder(loaded.processor, chat.max_positions(loaded.model))
     samples = load_suite("documents", "novels", limit=prompts, count=token_counter(name))
     found: dict[tuple[int, str], list[tuple[float, float, int, int]]] = defaultdict(list)
     for sample in samples:
         inputs = encoder.batch([sample])
-        if sample.goes_on:
+        if sample.is_continuation:
             reply = [encoder.answer(sample)]
         else:
             reply = forcing.replies(model, inputs, sample.max_new_tokens)
         full, _ = forcing.log_probabilities(model, inputs, reply)
         with torch.no_grad():
-            filled = DynamicCache(config=model.config)
+            filled: Any = DynamicCache(config=model.config)
             out = model(**inputs, use_cache=True, past_key_values=filled, logits_to_keep=1)
         plain = sum(nbytes([x.keys, x.values]) for x in filled.layers)
         with mmkv.wrapped(model, "full", kv_dtype="int4"):
