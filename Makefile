@@ -13,7 +13,7 @@ STAMP := .venv/.installed
 PRODUCT := .venv/.product
 TEST := -n 2 --dist loadgroup
 PICTURE := mmkv/builtin/vision/scene2.png
-FOLDERS := mmkv policies $(wildcard eval demo)
+FOLDERS := mmkv policies docs $(wildcard eval demo)
 
 # The oldest transformers we support, one between, the pinned one and the newest, on the pinned torch.
 MATRIX := 5.17.0 5.20.0 5.23.0 5.24.0
@@ -95,7 +95,7 @@ gpu: links
 # vllm==0.32.* and this package; VLLM_MODEL is a folder or a hub's id. Tests compare greedy tokens in
 # float32, so Triton's kernels, which vLLM takes for it, may not round products to TF32.
 VLLM_MODEL ?= HuggingFaceTB/SmolLM2-135M-Instruct
-VLLM_FIGURES = VLLM_USE_V2_MODEL_RUNNER=0 $(GPU_PYTHON) -m mmkv.vllm.figures $(VLLM_MODEL)
+VLLM_FIGURES = VLLM_USE_V2_MODEL_RUNNER=0 $(GPU_PYTHON) docs/serving_figures.py $(VLLM_MODEL)
 gpu-vllm:
 	VLLM_USE_V2_MODEL_RUNNER=0 TRITON_F32_DEFAULT=ieee $(GPU_PYTHON) -m pytest tests/vllm
 	$(GPU_PYTHON) -c "from mmkv.cli.commands import main; main(['probe', '$(VLLM_MODEL)'])"
@@ -112,7 +112,7 @@ type: install links
 links:
 	@rm -rf .typecheck && mkdir .typecheck && ln -s ../pyproject.toml .typecheck
 	@for f in $$(find $(FOLDERS) -name '*.py'); do \
-		case $$f in mmkv/*) link=.typecheck/$$f ;; *) link=.typecheck/mmkv/$$f ;; esac; \
+		case $$f in mmkv/*|docs/*) link=.typecheck/$$f ;; *) link=.typecheck/mmkv/$$f ;; esac; \
 		mkdir -p $$(dirname $$link); ln -s "$(CURDIR)/$$f" $$link; \
 	done
 
