@@ -198,14 +198,6 @@ def replies(model: Any, inputs: Mapping[str, Any], max_new_tokens: int) -> list[
     return [up_to_end(row, ends) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
 
 
-def greedy(model: Any, inputs: Mapping[str, Any], max_new_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return `replies` without the last token of each: ids [B, T], and bool [B, T], not padding."""
-    cut = [reply[:-1] for reply in replies(model, inputs, max_new_tokens)]
-    reply = _padded(cut, inputs["input_ids"].device)
-    lengths = torch.tensor([len(x) for x in cut], device=reply.device)
-    return reply, torch.arange(reply.shape[1], device=reply.device) < lengths[:, None]
-
-
 def ends_of(model: Any) -> set[int]:
     """Return the tokens that end a reply."""
     ends = model.generation_config.eos_token_id

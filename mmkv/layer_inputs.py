@@ -129,17 +129,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     return rotated if x.shape[-1] == R else torch.cat([rotated, x[..., R:].float()], dim=-1)
 
 
-def closed(positions: Tensor, after: Tensor) -> Tensor:
-    """Move positions [R, ...] by the padding after them, so that distances count tokens alone.
-
-    `after` is int [R, T], the padding after each of the first T positions; position -1 means no
-    token.
-    """
-    flat = positions.flatten(1)
-    moved = flat + after.gather(1, flat.clamp(0, after.shape[1] - 1).long())
-    return torch.where(flat < 0, flat, moved).view_as(positions).to(positions.dtype)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerInputs:
     """The tensors and settings of one layer's attention, from which its tokens are scored.

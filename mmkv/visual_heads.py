@@ -21,7 +21,7 @@ from mmkv import adapters
 from mmkv.attach.attachment import attachment_of
 from mmkv.cache.forward_pass import collecting
 from mmkv.calls import unwrap_container
-from mmkv.forcing import greedy
+from mmkv.forcing import replies
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policy import Policy
 from mmkv.scores.attention import window_rows
@@ -61,8 +61,8 @@ def measure(
                 f"calibrate: input_ids of {len(ids)} rows: for visual heads give samples one by one"
             )
         if sample.get(REPLY) is None:
-            reply, valid = greedy(unwrapped, inputs, _MOST + 1)
-            reply = reply[valid]
+            (tokens,) = replies(unwrapped, inputs, _MOST + 1)
+            reply = torch.tensor(tokens[:-1], dtype=torch.long, device=ids.device)
         else:
             reply = torch.as_tensor(sample[REPLY], device=ids.device).long().flatten()
         regions = _regions(parts, i, ids, reply, sample)

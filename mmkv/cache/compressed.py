@@ -73,10 +73,8 @@ class CompressedCache(CacheState):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if running is None or running.cache is not self:
             raise ValueError(NOT_ATTENDED.format(what="a model that is not wrapped"))
-        layer.is_initialized = True
-        layer.seen += key_states.shape[-2]
         running.pending = layer_idx
-        return key_states, value_states
+        return layer.update(key_states, value_states)
 
     def begin(
         self,

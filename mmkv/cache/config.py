@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 
 from mmkv.cache import sampling
 from mmkv.cache.sampling import SampledSizes
-from mmkv.layer_inputs import closed
 from mmkv.memory import Allotment
 from mmkv.parts import SizeInputs
 from mmkv.policy import Policy
@@ -218,9 +217,9 @@ class CacheConfig:
                 f"layer, {'all' if fits else 'too few'} for {', '.join(pinned)}"
             )
             if window != policy.window_size:
-                text += f"; its last {window} observe instead"
+                text += f"; its window is {window} instead"
             if budget_left < 0:
-                text += f"; {n_pinned} are kept"
+                text += f"; each layer keeps {n_pinned}"
             notes.append(text)
         return notes
 
@@ -358,18 +357,18 @@ class TokenMasks:
                 "padding_side = 'left'), as generation needs"
             )
 
-    @property
-    def padding_after(self) -> Tensor | None:
-        """The padding after each of the T tokens, int64 [B, T]; None without gaps."""
-        if not any(self.inner):
-            return None
-        absent = (~self.valid).long()
-        return absent.flip(-1).cumsum(-1).flip(-1) - absent
+    def without_gaps(self, positions: Tensor) -> Tensor:
+        """Return positions [B, 1 or H, U] less the padding before them that lies between tokens.
 
-    def closed(self, positions: Tensor) -> Tensor:
-        """Return positions [B, 1 or H, U] whose distances leave padding between tokens out."""
-        after = self.padding_after
-        return positions if after is None else closed(positions, after.to(positions.device))
+        Distances between the results count tokens alone. Position -1 means no token.
+        """
+        if not any(self.inner):
+            return positions
+        absent = (~self.valid).long().to(positions.device)
+        after = absent.flip(-1).cumsum(-1).flip(-1) - absent
+        flat = positions.flatten(1)
+        moved = flat + after.gather(1, flat.clamp(0, after.shape[1] - 1).long())
+        return torch.where(flat < 0, flat, moved).view_as(positions).to(positions.dtype)
 
     def last_places(self, n: int) -> Tensor | None:
         """Return the positions of each row's n last tokens, int64 [B, n]; None without gaps.

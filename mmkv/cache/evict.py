@@ -30,6 +30,8 @@ from mmkv.tensors import flat_rows, no_autocast, send
 
 # How many empty slots a layer may have, as a share of its kept tokens, to have fewer blocks.
 SLACK = 0.15
+# The largest number of blocks of a layer; each costs one attention call a step.
+_MOST_BLOCKS = 6
 
 
 class _BlockPlan(NamedTuple):
@@ -110,7 +112,9 @@ def evict(
 def _merged(merge: Merge, prompt_kv: PromptKV, prompt: TokenMasks, ranking: Ranking) -> Kept:
     """Merge evicted pairs into kept ones, by positions that do not count padding between tokens."""
     with no_autocast(prompt_kv.keys.device):
-        kept = merge(replace(prompt_kv, positions=prompt.closed(prompt_kv.positions)), ranking)
+        kept = merge(
+            replace(prompt_kv, positions=prompt.without_gaps(prompt_kv.positions)), ranking
+        )
     if not isinstance(kept, Kept):
         raise ValueError(
             f"{type(merge).__name__} returned {type(kept).__name__}: expected a "
@@ -357,13 +361,8 @@ def planned(
     return blocks
 
 
-def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = SLACK) -> list[np.ndarray]:
-    """Split rows into the fewest blocks with little padding.
-
-    Args:
-        counts: [R], tokens kept by each row.
-        most: the largest number of blocks; each costs one attention call a step.
-        slack: allowed padding as a share of the kept tokens, which decides the number of blocks.
+def group_rows(counts: np.ndarray) -> list[np.ndarray]:
+    """Split rows into the fewest blocks with little padding; `counts` [R] is what each row keeps.
 
     Returns:
         Row indices of each block, ascending. Blocks are in the order of their first row, so that
@@ -374,13 +373,13 @@ def group_rows(counts: np.ndarray, *, most: int = 6, slack: float = SLACK) -> li
     # Cut only where the rounded length changes: at most 33 cuts, so the search is cheap.
     rounded = np.ceil(size / max(1, size[0]) * 32)
     cuts = np.concatenate([[0], np.flatnonzero(np.diff(rounded)) + 1, [len(size)]])
-    allowed = (1 + slack) * size.sum()
+    allowed = (1 + SLACK) * size.sum()
     n = len(cuts) - 1
     # cost[j]: slots needed for the first cuts[j] rows; `starts`: the cut where their last block is.
     cost = np.full(n + 1, np.inf)
     cost[0] = 0.0
     starts: list[np.ndarray] = []
-    for _ in range(min(most, n)):
+    for _ in range(min(_MOST_BLOCKS, n)):
         longest = size[np.minimum(cuts, len(size) - 1)]
         candidates = cost[:, None] + (cuts[None, :] - cuts[:, None]) * longest[:, None]
         candidates[np.tril_indices(n + 1)] = np.inf

@@ -189,11 +189,10 @@ class GrowingSlots(SlotSchedule):
 
     rows = ("end",)
     drops = False
-    joins_equal_rows = True
 
     def __init__(self, **arrays: np.ndarray) -> None:
         super().__init__(**arrays)
-        self.shared, self.entries = True, None
+        self.shared = True
         self.end = self.counts.max(keepdims=True)
 
     def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
@@ -204,7 +203,7 @@ class GrowingSlots(SlotSchedule):
 
     def reach(self, steps: int) -> np.ndarray:
         """Return the slots in use, one more a step."""
-        return self._expand(self.end - self.pending + steps)
+        return self.end - self.pending + steps
 
 
 @register_part("grow")

@@ -50,8 +50,7 @@ class Prompt:
         rotary: cos and sin [positions, R], at least N + 1 of them, and whether dimensions
             interleave; None: the layer has none.
         output: function that returns the output projection [Hq, hidden, D] of these heads.
-        of_output: function that returns what a function computes of that, and keeps it;
-            None: it is computed anew.
+        of_output: function that returns what a function computes of that, and keeps it.
         image: bool [N], tokens of pictures.
         layer_idx: the layer's number.
     """
@@ -62,7 +61,7 @@ class Prompt:
     scale: float
     rotary: tuple[Tensor, Tensor, bool] | None
     output: Callable[[], Tensor]
-    of_output: Callable[[Callable[[Tensor], Tensor]], Tensor] | None
+    of_output: Callable[[Callable[[Tensor], Tensor]], Tensor]
     image: Tensor
     layer_idx: int = 0
 

@@ -45,13 +45,13 @@ def test_budget_below_pinned_tokens_is_noted(text_model, caplog):
         notes = generate(text_model, make_inputs("llama", (200, 40, 12)), new=3)[2].report().notes
         assert notes == [
             "row 1: budget 0.2 gives 8 of 40 tokens a layer, too few for window 32, sinks 4; "
-            "its last 4 observe instead",
+            "its window is 4 instead",
             "row 2: budget 0.2 gives 2.33 of 12 tokens a layer, too few for window 32, sinks 4; "
-            "its last 1 observe instead; 5 are kept",
+            "its window is 1 instead; each layer keeps 5",
         ]
         assert [record.getMessage() for record in caplog.records] == ["; ".join(notes)]
         (note,) = generate(text_model, make_inputs("llama", (50,)), new=2)[2].report().notes
-        assert "too few for window 32, sinks 4; its last 5 observe instead" in note
+        assert "too few for window 32, sinks 4; its window is 5 instead" in note
         assert len(caplog.records) == 1, "a wrap logs it once"
         caplog.clear()
     with mmkv.wrapped(text_model, "snapkv", 0.2, sinks=4), torch.no_grad():
