@@ -225,7 +225,7 @@ class Adapter:
         return weight.unflatten(1, (heads, -1)).transpose(0, 1)
 
     def of_output_weight(self, index: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return `function`, the same in each call, of `output_weight`, and keep it for next time.
+        """Return `function(output_weight(index))`, and keep it. Each call has the same `function`.
 
         It is computed anew if the weight was replaced or written to, see `forget_changed`.
         """

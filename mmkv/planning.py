@@ -91,7 +91,7 @@ def planned(
     if budget is None and kv_dtype is None and fractions is None and chosen.takes_budget:
         memory = DEFAULT
     if memory is not None:
-        _check_memory(memory, chosen, kv_dtype, profile if fractions is not None else None)
+        _check_memory(memory, chosen, profile if fractions is not None else None)
         budget = float(memory)
     _check_rest(parts, kind, chosen, profile, measured is not None, evict_chunks, kv_dtype, graph)
     checked_budget = budgets.checked(chosen, budget)
@@ -184,11 +184,10 @@ def _check_rest(
         )
 
 
-def _check_memory(memory: Memory, policy: Policy, kv_dtype: str | None, profile: Any) -> None:
-    """Refuse a share of bytes beside what sets tokens or their type too."""
+def _check_memory(memory: Memory, policy: Policy, profile: Any) -> None:
+    """Refuse a share of bytes beside a retention or a profile, which set sizes too."""
     given = f"retention={policy.layers.retention}" if policy.layers.retention is not None else ""
     given = f"profile={str(profile)!r}" if profile is not None else given
-    given = f"kv_dtype={kv_dtype!r}" if kv_dtype is not None else given
     if given:
         raise ValueError(
             f"memory={float(memory):.3g} and {given} both decide how much is kept: give one of them"
@@ -203,29 +202,28 @@ def _check_spread(parts: adapters.Adapter, plan: CacheConfig) -> None:
     """
     if parts.ranks == 1:
         return
-    spread = f"this model's heads are spread over {parts.ranks} processes (tensor parallelism)"
     heads = adapters.shape(parts.config)["num_key_value_heads"]
     if heads % parts.ranks:
         raise ValueError(
-            f"{spread}, which {heads} key-value heads cannot be evenly: use a number of processes "
-            "that divides them"
+            f"tensor parallelism splits {heads} key-value heads evenly, which {parts.ranks} "
+            f"processes do not allow: use a number of processes that divides {heads}"
         )
     score, layers, heads_part = plan.policy.score, plan.policy.layers, plan.policy.heads
     if not score.by_head:
-        why = f"score={score.name!r} looks at all heads of a layer: use another, such as 'window'"
+        why = f"score={score.name!r} needs all heads of a layer: use another, such as 'window'"
     elif score.ranks and score.average_heads:
-        why = "average_heads=True takes the mean of a layer's heads: use average_heads=False"
+        why = "average_heads=True averages all heads of a layer: use average_heads=False"
     elif plan.fractions is None and layers.needs not in ("", "similarity"):
         name = layers.name or type(layers).__name__
-        why = f"layers={name!r} sizes layers by all of them: use layers='uniform' or 'pyramid'"
+        why = f"layers={name!r} compares all heads: use layers='uniform' or 'pyramid'"
     elif not plan.equal_heads:
         name = f"heads={heads_part.name!r}" if plan.table is None else "a profile"
-        why = f"{name} gives them sizes of their own: use heads='uniform'"
+        why = f"{name} gives heads different sizes: use heads='uniform'"
     else:
         return
     raise ValueError(
-        f"{spread}, each of which sees its own alone, and {why}, or load the model in one "
-        "process, with device_map='auto'"
+        f"with tensor parallelism each of {parts.ranks} processes has its own heads alone, and "
+        f"{why}, or load the model in one process, with device_map='auto'"
     )
 
 

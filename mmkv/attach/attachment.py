@@ -61,9 +61,9 @@ class Attachment:
         self._remembers = False
 
     def complete_plan(self) -> None:
-        """Plan for the model's type, which may change, and run the copy probe.
+        """Adapt the plan to the model's present type; run the copy probe if head sizes need it.
 
-        The probe runs once, if head sizes wait for it and the model can run by now.
+        The probe runs once, as soon as the model can run.
         """
         if self.plan.memory is not None:
             _, head_dim = self.parts.pair_shape(self.compressed[0])
@@ -271,8 +271,8 @@ def _check_guidance(plan: CacheConfig, scale: float | None) -> None:
         return
     raise ValueError(
         f"guidance_scale={scale}: guidance reads a second prompt, by default of one token, and "
-        f"decode={plan.policy.decode.name!r} holds its reply to the size of that prompt: use "
-        "decode='grow', or a budget in tokens"
+        f"decode={plan.policy.decode.name!r} would keep its cache at that size: use decode='grow', "
+        "or a budget in tokens"
     )
 
 

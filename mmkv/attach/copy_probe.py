@@ -38,8 +38,8 @@ LENGTH, _LEAST = 256, 16
 _OFFSETS = (0, 1, 2)
 _VERSION = 1  # of the cached results
 SPREAD = (
-    "this model's heads are spread over {ranks} processes (tensor parallelism), and the copy probe "
-    "compares heads of one: all heads keep as much"
+    "with tensor parallelism each of {ranks} processes has its own heads alone, and the copy probe "
+    "compares all: heads keep the same number of tokens"
 )
 
 
@@ -131,7 +131,7 @@ def cached(attachment: Attachment) -> Profile:
 
 
 def completed(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
-    """Return a plan that waits for the copy probe with the head sizes that it gives.
+    """Run the copy probe, and return the plan with head sizes by its result.
 
     While the model has no weights or is in training mode, return the plan unchanged.
     """

@@ -251,7 +251,10 @@ def before_layer(
 
 
 def after_attention(layer_idx: int, attachment: Attachment, module: nn.Module, *call: Any) -> None:
-    """Compare that stream with the one after the attention's output is added (SqueezeAttention)."""
+    """Compare the residual stream before attention and after its output is added.
+
+    SqueezeAttention sizes layers by the result.
+    """
     running = current.get()
     if running is None or running.cache is None or layer_idx not in running.streams:
         return

@@ -95,7 +95,7 @@ class ForwardPass:
 
     @classmethod
     def begin(cls, owner: Any, **fields: Any) -> ForwardPass:
-        """Make and return the pass of a call of `owner` that begins; see `collecting`."""
+        """Begin the pass of a call of `owner` and make it `current`; see `collecting`."""
         outer = current.get()
         # A call that was interrupted outside of its decoder ran no hook, and left its pass behind.
         while outer is not None and outer.owner is owner and outer.parts is None:
@@ -107,7 +107,7 @@ class ForwardPass:
 
     @staticmethod
     def end(owner: Any) -> None:
-        """Return to the pass around the call of `owner` that ends, if that call began one."""
+        """End the pass of a call of `owner`, if it began one; the outer pass is `current` again."""
         running = current.get()
         while running is not None and running.owner is not owner:
             running = running.outer

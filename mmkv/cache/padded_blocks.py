@@ -123,7 +123,7 @@ class PaddedBlock:
 
     @property
     def accumulators(self) -> list[Tensor]:
-        """Tensors whose new values depend on the old ones: to repeat a step, restore them first."""
+        """The tensors that a step adds to: they must be restored before the step is run again."""
         return []
 
     @property

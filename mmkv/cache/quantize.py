@@ -45,9 +45,8 @@ class QuantizedKV:
         exact: [R, X, 2, N] in the model's type, the exact pairs: `WINDOW` places for generated
             tokens, if there is a window, and after them the row's first tokens. A place without
             a token of its own holds zeros.
-        exact_slots: int64 [R, X], the slot of each place, to which its pair is added; rows count
-            their own slots. Of places with the same slot the last one has its pair, unless
-            `short`.
+        exact_slots: int64 [R, X], the slot to which each exact pair is added, numbered within its
+            row. If several places have the same slot, the last one has its pair, unless `short`.
         mean: [R, 1, N], subtracted from rotated keys; float32, or the model's type if wider. It is
             0 until a row has codes, and does not change after that.
         sizes: D and Dv; None: N both.

@@ -139,7 +139,7 @@ def by_parts(
     present: Tensor | None,
     function: Callable[[int, LayerInputs], Tensor],
 ) -> Tensor:
-    """Apply a function of windows and inputs to rows that have these in common, without gaps.
+    """Apply `function` to the rows of each window and number of queries, without their padding.
 
     Arguments are those of `importance`; results are float [B], or [B, H, N] with a place a token.
     """

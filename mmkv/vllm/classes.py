@@ -82,7 +82,10 @@ def _cut(parts: list[list[float]]) -> tuple[int, ...]:
 
 
 def _raised(shares: list[float], counts: list[int], total: float) -> list[float]:
-    """Return shares with the first class whole, if it nearly is, at the expense of the others."""
+    """Return shares of which the first is 1 if it nearly was, and the others smaller instead.
+
+    Their mean over heads stays the same.
+    """
     rest = sum(s * n for s, n in zip(shares[1:], counts[1:], strict=True))
     left = total - counts[0]
     if len(shares) == 1 or shares[0] < _WHOLE or left < rest / 2:

@@ -220,7 +220,7 @@ def test_the_probe_waits_until_the_model_can_run(probed, later):
             lambda model: setattr(model.config, "max_position_embeddings", 30),
             "reads 16 random tokens twice, and this model has 30 positions",
         ),
-        (lambda model: setattr(model, "_tp_size", 2), "spread over 2 processes (tensor par"),
+        (lambda model: setattr(model, "_tp_size", 2), "each of 2 processes has its own heads"),
     ],
     ids=["too small", "spread"],
 )
@@ -229,7 +229,7 @@ def test_impossible_probe_gives_equal_heads_and_a_warning(caplog, change, said):
     with caplog.at_level(logging.WARNING), mmkv.wrapped(model, budget=0.2):
         assert model._mmkv.plan.equal_heads
     assert said in caplog.text
-    with pytest.raises(ValueError, match=r"30 positions|spread over 2 processes"):
+    with pytest.raises(ValueError, match=r"30 positions|each of 2 processes"):
         mmkv.probe(model)
 
 

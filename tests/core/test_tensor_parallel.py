@@ -17,7 +17,7 @@ from helpers.processes import exit_code
 from helpers.profiles import profile_of
 from mmkv.scores.window import WindowAttention
 
-SPREAD = "spread over 2 processes"
+SPREAD = "each of 2 processes has its own heads"
 NEW = 3
 
 
@@ -198,7 +198,7 @@ def test_plugin_score_declares_by_head(spread):
 
 def test_uneven_heads_and_spread_layers_are_refused(spread):
     spread._tp_size = 4
-    with pytest.raises(ValueError, match="2 key-value heads cannot be evenly"):
+    with pytest.raises(ValueError, match="splits 2 key-value heads evenly"):
         mmkv.wrap(spread, "snapkv", 0.3)
     spread._pp_stage = object()
     with pytest.raises(ValueError, match="pipeline parallelism"):
