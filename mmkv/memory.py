@@ -16,7 +16,7 @@ USUAL = 4000
 # Types of kept pairs other than the model's own, and their bits.
 BITS = {"int8": 8, "int4": 4}
 _STEP = 2  # bytes of a step of codes
-_WEIGHT = 2  # bytes of a group's weight
+WEIGHT = 2  # bytes of a group's weight
 
 
 class Memory(float):
@@ -95,9 +95,16 @@ class Allotment:
         slot = self.slot * (1 + self.empty)
         per_token = self.memory * self.full - self.once / length
         most = min(1.0, max(0.0, per_token / slot))
-        # A token's code in the index counts the leaders of its run, forwards or backwards.
-        index = ((int(self.run * most) + 1).bit_length() + 1) / 8 if self.run else 0
+        index = index_bytes(self.run, most) if self.run else 0
         return min(1.0, max(0.0, (per_token - index) / slot))
+
+
+def index_bytes(run: int, share: float) -> float:
+    """Return the bytes of a token's code in a head's index of groups, made in runs of `run` tokens.
+
+    The code counts the leaders of its run, forwards or backwards, if the head keeps `share`.
+    """
+    return ((int(run * share) + 1).bit_length() + 1) / 8
 
 
 def group(numbers: int) -> int:
@@ -157,7 +164,7 @@ def allot(
             )
     if fits(kv_dtype):
         return Allotment(memory, kv_dtype, full, slot(kv_dtype), 0, once, True)
-    weight = _WEIGHT if run else 0
+    weight = WEIGHT if run else 0
     found = Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, run, once, False)
     if found.budget() * USUAL < 1:
         raise ValueError(

@@ -185,6 +185,7 @@ def plan_command(
     import torch
 
     from mmkv import adapters
+    from mmkv.cache.config import CacheConfig
     from mmkv.chat import default_budget, max_positions, parse_options
     from mmkv.eval.speed.models import SHAPES, make
     from mmkv.eval.speed.plan import Load, Sizes, plan
@@ -199,29 +200,22 @@ def plan_command(
             f"retention={chosen.layers.retention}: what it keeps depends on the prompt; plan a "
             "budget without retention"
         )
-    size = asked = given or default_budget(chosen, profile, kv_dtype)
+    size = given or default_budget(chosen, profile, kv_dtype)
     shape = SHAPES.get(model)
     net = make(shape, "meta", dtype) if shape else empty(model, getattr(torch, dtype))
     limit = max_positions(net) or 4096
     length = prompt or max(1, min(4096, limit - new))
     _warn_beyond(net, length + new)
-    table = None
-    if profile is not None or isinstance(size, Memory):
-        config, _ = planned(net, adapters.find(net), chosen, size, profile=profile)
-        chosen, table = config.policy, config.table
-        if not isinstance(size, Memory):
-            size = config.budget
-        elif config.budget is not None:
-            size, kv_dtype = config.budget, config.kv_dtype
-    size = DEFAULT if size is None else size
+    config, _ = planned(net, adapters.find(net), chosen, size, profile=profile, kv_dtype=kv_dtype)
     sizes = Sizes.of(net)
     load, card = Load(batch=batch, prompt=length, new=new), CARDS[gpu]
-    plain = plan(sizes, load, card, get_policy("full"))
-    smaller = plan(sizes, load, card, chosen, size, kv_dtype, table)
-    kept = None if chosen.keeps_all else budget or f"{size:.3g}"
-    name = " ".join(filter(None, (policy, kept, kv_dtype)))
-    if isinstance(asked, Memory) and not chosen.keeps_all:
-        name = f"{policy}, memory {asked}: {kept} of the tokens in {kv_dtype or dtype}"
+    plain = plan(sizes, load, card, CacheConfig(get_policy("full"), 1.0))
+    smaller = plan(sizes, load, card, config)
+    kept = None if chosen.keeps_all else budget or f"{config.budget:.3g}"
+    name = " ".join(filter(None, (policy, kept, config.kv_dtype)))
+    if isinstance(size, Memory) and not chosen.keeps_all:
+        kept = f"{'at least ' * config.waits_for_probe}{kept} of the tokens"
+        name = f"{policy}, memory {size}: {kept} in {config.kv_dtype or dtype}"
     cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
     rows = [(label, [*figures.values()]) for label, figures in cells.items()]
     title = (

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmkv.budgets import checked
 from mmkv.cache.allotment import empty_slots
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.quantize import WINDOW
 from mmkv.calls import cache_in
 from mmkv.decode.slots import Ratio
 from mmkv.eval.speed.cards import Card
-from mmkv.memory import BITS, group
+from mmkv.memory import BITS, WEIGHT, group, index_bytes
+from mmkv.merge.groups import MergeIntoGroups
 from mmkv.policy import Policy
 from mmkv.scores.accumulated import AccumulatedAttention
 from mmkv.scores.observers import Observers
-from mmkv.sizes.profiled import HeadTable
 
 # Usable share of a card's memory; the rest is for the CUDA context and fragmentation.
 _USABLE = 0.95
@@ -122,15 +121,14 @@ class Plan(NamedTuple):
         }
 
 
-def held(
-    policy: Policy, budget: float | int, prompt: int, generated: int, n_layers: int = 1
-) -> float:
+def held(config: CacheConfig, prompt: int, generated: int, n_layers: int = 1) -> float:
     """Return the tokens that a layer holds of a sequence, a mean over layers.
 
     With `decode="ratio"` that is exact for layers of equal size; the mean of others can be higher,
     by less than `distance`.
     """
-    seen, decode, config = prompt + generated, policy.decode, CacheConfig(policy, budget)
+    seen, policy = prompt + generated, config.policy
+    decode = policy.decode
     if config.keeps_everything:
         return seen
 
@@ -139,9 +137,8 @@ def held(
 
     if isinstance(decode, Ratio):
         return max(kept(prompt) + min(generated, decode.distance), kept(seen))
-    # The first round starts when `latest` tokens can be left out of it.
-    if decode.every and generated >= decode.every + decode.latest:
-        since = (generated - decode.latest) % decode.every
+    since = since_round(policy, generated)
+    if since < generated:
         return max(kept(seen - since), policy.sinks + decode.latest) + since
     if decode.every or decode.name == "grow":
         return kept(prompt) + generated
@@ -149,38 +146,46 @@ def held(
     return max(kept(prompt), min(config.kept_whole, seen))
 
 
-def plan(
-    sizes: Sizes,
-    load: Load,
-    card: Card,
-    policy: Policy,
-    budget: float | int = 1.0,
-    kv_dtype: str | None = None,
-    table: HeadTable | None = None,
-) -> Plan:
-    """Return bounds of a policy on a card; `budget` and `kv_dtype` are as for `mmkv.wrap`.
+def since_round(policy: Policy, generated: int) -> int:
+    """Return how many of the generated tokens followed the last round; all without rounds."""
+    every, latest = policy.decode.every, policy.decode.latest
+    # The first round starts when `latest` tokens can be left out of it.
+    return (generated - latest) % every if every and generated >= every + latest else generated
 
-    `table` gives sizes of heads in place of the policy's.
-    """
-    checked(policy, budget)
-    empty = empty_slots(CacheConfig(policy, budget, table=table), load.prompt) or 0.0
+
+def plan(sizes: Sizes, load: Load, card: Card, config: CacheConfig) -> Plan:
+    """Return bounds of a policy on a card."""
+    policy, kv_dtype = config.policy, config.kv_dtype
     itemsize, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
+    share = held(config, load.prompt, 0, len(full) or 1) / load.prompt
+    empty = empty_slots(config, load.prompt)
+    if empty is None:  # heads' sizes are unknown; a budget in bytes leaves room for empty slots
+        empty = 0.0 if config.memory is None else config.memory.empty * share * load.prompt
+    merge = policy.merge if share < 1 else None
+    groups = isinstance(merge, MergeIntoGroups)
+    index = index_bytes(merge.group_run, share) * load.prompt if groups else 0.0
 
     def pairs_bytes(layer: Layer, tokens: float, generated: int) -> float:
         """Return the bytes of a layer that keeps so many tokens of each head."""
+        heads = layer.pair / layer.width / 2
+        of_groups = heads * (WEIGHT * tokens + index) if groups else 0.0
         if kv_dtype is None:
-            return layer.pair * tokens * itemsize
+            return layer.pair * tokens * itemsize + of_groups
         # A group's numbers share a step of 16 bits.
         coded = layer.pair * tokens * (BITS[kv_dtype] + 16 / group(layer.width)) / 8
-        exact, heads = policy.n_exact + WINDOW * bool(generated), layer.pair / layer.width / 2
-        return coded + exact * (layer.pair * itemsize + 8 * heads) + layer.pair / 2 * 4
+        exact = policy.n_exact + WINDOW * bool(generated)
+        return coded + exact * (layer.pair * itemsize + 8 * heads) + layer.pair / 2 * 4 + of_groups
 
     def cache(generated: int) -> float:
         """Return the bytes of one sequence after so many generated tokens."""
         seen = load.prompt + generated
-        tokens = empty + held(policy, budget, load.prompt, generated, len(full) or 1)
-        sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
-        return sum(pairs_bytes(x, tokens, generated) for x in full) + sliding * itemsize
+        tokens = empty + held(config, load.prompt, generated, len(full) or 1)
+        found = sum(pairs_bytes(x, tokens, generated) for x in full)
+        if policy.decode.every and not config.keeps_everything:  # queries for the next round
+            found += sum(x.queried for x in full) * since_round(policy, generated) * itemsize
+        return found + itemsize * sum(
+            x.pair * min(seen, x.window) for x in sizes.layers if x.window
+        )
 
     caches = [cache(n) for n in range(load.new + 1)]
     waits_for_all = policy.heads.scope == "model" or policy.score.repeats

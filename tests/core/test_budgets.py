@@ -75,8 +75,8 @@ def test_generated_tokens_taking_the_whole_budget_are_noted(text_model):
         *_, cache, _ = generate(text_model, make_inputs("llama", (20,)), new=18)
     # 22 of 108 tokens over three layers, rounded.
     text = (
-        "row 0: budget 0.2 gives 7.33 of 36 tokens a layer, too few for sinks 1, latest 8; 9 are "
-        "kept"
+        "row 0: budget 0.2 gives 7.33 of 36 tokens a layer, too few for sinks 1, latest 8; each "
+        "layer keeps 9"
     )
     assert cache.report().notes[-1] == text
 

@@ -17,7 +17,7 @@ from helpers.processes import exit_code
 from helpers.profiles import profile_of
 from mmkv.scores.window import WindowAttention
 
-SPREAD = "each of 2 processes has its own heads"
+SPREAD = "2 processes"
 NEW = 3
 
 
@@ -169,8 +169,8 @@ def spread():
         ("prefixkv", {"average_heads": False}, "layers='prefix' .* use layers='uniform'"),
         ("vlcache", {}, "layers='sparsity' .* use layers='uniform'"),
         ("tova", {}, "average_heads=True"),
-        ("layer-defensive", {}, "score='defensive' looks at all"),
-        ("random", {}, "score='noise' looks at all"),
+        ("layer-defensive", {}, "score='defensive' needs all heads"),
+        ("random", {}, "score='noise' needs all heads"),
     ],
 )
 def test_policies_comparing_heads_raise(spread, policy, options, said):

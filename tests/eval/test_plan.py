@@ -11,11 +11,15 @@ from helpers import zoo
 from helpers.commands import complaint, run
 from helpers.marks import cases, since
 from helpers.models import make_inputs, make_model
+from mmkv import adapters
 from mmkv.cache.allotment import empty_slots
+from mmkv.cache.config import CacheConfig
 from mmkv.eval.speed.cards import CARDS
 from mmkv.eval.speed.models import SHAPES, make
 from mmkv.eval.speed.plan import Load, Sizes, held, plan
 from mmkv.loading import models
+from mmkv.memory import Memory
+from mmkv.planning import planned
 
 LOAD = Load(batch=4, prompt=3072, new=33)
 
@@ -27,7 +31,8 @@ def small():
 
 def of(sizes, policy, budget=0.2, load=LOAD, card="h100", **options):
     kv_dtype = options.pop("kv_dtype", None)
-    return plan(sizes, load, CARDS[card], mmkv.get_policy(policy, **options), budget, kv_dtype)
+    config = CacheConfig(mmkv.get_policy(policy, **options), budget, kv_dtype=kv_dtype)
+    return plan(sizes, load, CARDS[card], config)
 
 
 @cases(
@@ -49,10 +54,40 @@ def test_planned_bytes_equal_real_cache(policy, name, kv_dtype):
             **inputs, max_new_tokens=20, min_new_tokens=20, return_dict_in_generate=True
         )
     sizes, load = Sizes.of(make_model(name).to("meta")), Load(batch=2, prompt=60, new=19)
-    chosen = mmkv.get_policy(policy)
-    bound = plan(sizes, load, CARDS["h100"], chosen, 0.3, kv_dtype).cache_bytes
+    config = CacheConfig(mmkv.get_policy(policy), 0.3, kv_dtype=kv_dtype)
+    bound = plan(sizes, load, CARDS["h100"], config).cache_bytes
     slot = 2 * (4 if kv_dtype is None else 1) * sum(layer.pair for layer in sizes.layers)
     assert bound - slot <= out.past_key_values.nbytes <= bound + 80 * slot
+
+
+@pytest.mark.parametrize(
+    ("size", "kv_dtype", "decode"),
+    [
+        (
+            Memory(1 / 8),
+            None,
+            "grow",
+        ),  # condense waits for the copy probe, with room for empty slots
+        (0.2, "int4", "grow"),  # groups' weights and members
+        (0.2, "int4", "rounds"),  # queries for the next round
+    ],
+)
+def test_planned_bytes_include_all_that_condense_holds(size, kv_dtype, decode):
+    model, (prompt, new) = make_model("llama"), (600, 100)
+    policy, empty = mmkv.get_policy("condense", decode=decode), make_model("llama").to("meta")
+    config, _ = planned(empty, adapters.find(empty), policy, size, kv_dtype=kv_dtype)
+    given = {"memory": size} if kv_dtype is None else {"budget": size, "kv_dtype": kv_dtype}
+    with mmkv.wrapped(model, policy, **given), torch.no_grad():
+        cache = model(**make_inputs("llama", (prompt,))).past_key_values
+        held_bytes = [cache.nbytes]
+        for _ in range(new):
+            model(input_ids=torch.tensor([[9]]), past_key_values=cache)
+        held_bytes.append(cache.nbytes)
+    sizes = Sizes.of(empty)
+    loads = (Load(1, prompt, generated) for generated in (0, new))
+    bounds = [plan(sizes, load, CARDS["h100"], config).cache_bytes for load in loads]
+    assert held_bytes[0] == pytest.approx(bounds[0], rel=0.03)
+    assert bounds[1] <= held_bytes[1] * 1.01 <= 1.1 * bounds[1]  # free slots come on top
 
 
 def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
@@ -136,13 +171,13 @@ def test_planned_tokens_equal_real_cache_after_each_step(name, budget, options):
             model(input_ids=torch.tensor([[9]]), past_key_values=cache)
             blocks = [x.held for layer in cache.compressed for x in layer.keeping().blocks]
             sizes.append(sum(int((x >= 0).sum()) for x in blocks) / sum(map(len, blocks)))
-    wanted = [held(policy, budget, 60, n, n_layers=3) for n in range(1, 101)]
+    wanted = [held(CacheConfig(policy, budget), 60, n, n_layers=3) for n in range(1, 101)]
     assert sizes == pytest.approx(wanted, abs=0.5)  # each row's size is rounded
 
 
-def test_budget_invalid_for_wrap_raises(small):
-    with pytest.raises(ValueError, match="budget=10 is below the 32 tokens that 'snapkv'"):
-        of(small, "snapkv", 10)
+def test_budget_invalid_for_wrap_raises(capsys):
+    words = ("plan", "llama-7b-2-layers-random", "--policy", "snapkv", "--budget", 10)
+    assert "budget=10 is below the 32 tokens that 'snapkv'" in complaint(capsys, *words)
 
 
 @pytest.mark.slow
@@ -185,7 +220,7 @@ def test_prefill_arithmetic_is_at_most_counted(name):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.full((2, 16), 9), logits_to_keep=1)
     sizes = Sizes.of(zoo.make(name).to("meta"))
-    bound = plan(sizes, Load(2, 16, 1), card, mmkv.get_policy("full"))
+    bound = plan(sizes, Load(2, 16, 1), card, CacheConfig(mmkv.get_policy("full"), 1.0))
     assert 0.95 < bound.prefill_s * card.flops / counter.get_total_flops() < 1
 
 
@@ -244,7 +279,7 @@ def test_plain_cache_bytes_are_exact_on_each_kind_of_layer(name):
         Sizes.of(zoo.make(name).to("meta")),
         Load(batch=1, prompt=inputs["input_ids"].shape[1], new=0),
         CARDS["h100"],
-        mmkv.get_policy("full"),
+        CacheConfig(mmkv.get_policy("full"), 1.0),
     )
     assert bound.cache_bytes == pytest.approx(sum(4 * x.numel() for x in held), rel=0.03)
 
