@@ -153,8 +153,8 @@ class LayerInputs:
         hidden: [B, Q, hidden], input of the attention block at the queries, if a prompt is fed
             again (`mmkv.attach.repetition`); otherwise None.
         layer_idx: the layer's number in the model.
-        rotary: embedding of the last Q tokens; None if the score does not read it (`uses_rotary`),
-            or the layer has none.
+        rotary: embedding of the last Q tokens; None if the policy does not need it
+            (`Policy.uses_rotary`), or the layer has none.
         weight: function that returns the output projection [Hq, hidden, Dv], see `output_weight`.
         of_weight: calls a function with that projection and returns the result [Hq, ...], which is
             cached for the next prompts; None: nothing is cached.

@@ -183,6 +183,11 @@ class Policy:
         return 0 if self.keeps_all else self.score.window
 
     @cached_property
+    def uses_rotary(self) -> bool:
+        """Whether rotary embeddings are needed: by the score, or for fitted weights of groups."""
+        return self.score.uses_rotary or (self.merge is not None and self.merge.fit > 0)
+
+    @cached_property
     def queries(self) -> int | None:
         """How many of a prompt's last queries the score needs at its end; None: all."""
         if self.keeps_all:

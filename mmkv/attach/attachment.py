@@ -131,7 +131,7 @@ class Attachment:
             rotary: Any = parts.decoder.rotary_emb
             self._hook(rotary, "register_forward_pre_hook", longrope.before_rotary)
             self._hook(rotary, "register_forward_hook", longrope.after_rotary)
-        if self.plan.policy.score.uses_rotary:
+        if self.plan.policy.uses_rotary:
             for i in self.compressed:
                 attn = parts.attentions[i]
                 self._hook(attn, "register_forward_pre_hook", partial(hooks.before_attention, i))

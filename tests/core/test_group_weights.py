@@ -111,7 +111,7 @@ def test_reference_queries_are_spread_over_a_row(number, remembered, want):
     ("policy", "options"), [("condense", {"least": 0}), ("snapkv", {"window": 6})]
 )
 def test_reference_queries_are_rotated_past_the_prompt(models, policy, options, monkeypatch):
-    """Turned as the next token's query is, where the score knows; the same read in chunks."""
+    """Turned as the next token's query is; the same where the prompt is read in chunks."""
     given: list[tuple[LayerInputs, Any]] = []
     of = ReferenceQueries.of
 
@@ -130,9 +130,7 @@ def test_reference_queries_are_rotated_past_the_prompt(models, policy, options, 
             model(input_ids=part, past_key_values=cache)
     steps = list(range(5, 90, 6) if policy == "condense" else range(84, 90))
     for (layer, references), (_, same) in zip(whole, given[-3:], strict=True):
-        query = layer.query
-        if policy == "condense":
-            query = rotate(query, *layer.rotary.rotation(layer.rotary.ahead(1)))
+        query = rotate(layer.query, *layer.rotary.rotation(layer.rotary.ahead(1)))
         want = query[:, :, steps].float() * query.shape[-1] ** -0.5
         for found in (references, same):
             assert found.present is None

@@ -106,7 +106,8 @@ def in_order(pairs: Tensor) -> Tensor:
 @cases(
     "name, given, modules",
     [(name, given, [[0, 3], [1, 2]]) for name, given in BY_PROBE.items()]
-    + [(name, given, [list(range(HEADS))]) for name, given in ALIKE.items()],
+    + [(name, given, [list(range(HEADS))]) for name, given in ALIKE.items()]
+    + [("snapkv", {"merge": "groups"}, [list(range(HEADS))])],
     *("condense", "h2o", "snapkv"),
 )
 def test_pairs_kept_are_those_of_wrap(
@@ -133,7 +134,7 @@ def test_pairs_kept_are_those_of_wrap(
                 module.scaling,
                 (cos, sin, False),
                 lambda weight=weight, heads=heads: weight[heads].flatten(0, 1),
-                None,
+                lambda function, weight=weight, heads=heads: function(weight[heads].flatten(0, 1)),
                 inputs["input_ids"][0] == model.config.image_token_id,
                 i,
             )
