@@ -300,8 +300,11 @@ class Impl(AttentionImpl[Metadata]):
         b, size, policy = row.boundary, units[0][0].pairs.shape[2], part.layer.settings.policy
         first = row.dropped * size
         keys, values = self._blocks(units, row, 0, b, "pairs")[:, :b].chunk(2, -1)
+        # Exactly the last ones, so that the result does not depend on how the prompt was cut.
+        query, last = torch.cat(batch.seen[row.request].pop(part.name)), part.layer.settings.queries
+        query = query if last is None else query[-last:]
         prompt = Prompt(
-            torch.cat(batch.seen[row.request].pop(part.name)).transpose(0, 1).float(),
+            query.transpose(0, 1).float(),
             keys.float().contiguous(),  # rows are read by index, many times
             values.float().contiguous(),
             self.scale,

@@ -17,7 +17,7 @@ from vllm_engines import BLOCK, HEADS, LAYERS, SCORES, Engine, prompts, sampling
 from vllm_reference import Reference
 
 from mmkv.profiles import Profile
-from mmkv.vllm import batch
+from mmkv.vllm import backend, batch
 from mmkv.vllm.blocks import SmallManager
 from mmkv.vllm.classes import CLASSES
 
@@ -86,6 +86,22 @@ class TestCondense:
         self, engine: Engine, twin: Any, replies_to_all: list[list[int]]
     ) -> None:
         check_batch(engine, twin, replies_to_all, "condense", CLASSES)
+
+    def test_chunks_of_a_long_prompt_do_not_change_its_queries(
+        self, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of prompts longer than the bound, the last queries are kept, the same number of each."""
+        monkeypatch.setattr("mmkv.vllm.settings._QUERIES", 300)
+        compress, given = backend.compress, []
+
+        def spy(prompt: Any, *rest: Any) -> Any:
+            given.append(prompt.query.shape[1])
+            return compress(prompt, *rest)
+
+        monkeypatch.setattr(backend, "compress", spy)
+        for lengths in ((555,), (700, 400)):  # read in chunks of 256 tokens, two prompts at once
+            engine.generate(prompts(*lengths), 2)
+        assert set(given) == {300}
 
     def test_prompts_in_pieces_are_refused(self, engine: Engine) -> None:
         process = engine.llm.llm_engine.input_processor.process_inputs
