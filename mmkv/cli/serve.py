@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -60,6 +61,8 @@ def serve(
             "mmkv serve gives vLLM an --additional-config of its own: leave yours out, or write "
             "both into one for `vllm serve`, as docs/serving.md shows"
         )
+    if model.startswith("-"):
+        raise ValueError(f"{model} is an option of vLLM's: name the model before such options")
     from mmkv import chat
     from mmkv.loading import models
     from mmkv.sizes.profiled import RetrievalHeads
@@ -88,11 +91,11 @@ def probe(model: ModelArgument) -> None:
     """Find the retrieval heads of a model, for vLLM, and save the result."""
     from mmkv.loading import models
 
-    _probe(model, models.find(model).path)
+    typer.echo(f"wrote {_probe(model, models.find(model).path)}")
 
 
-def _probe(model: str, path: str) -> None:
-    """Measure a model's copy scores, and save them in the file that the plugin reads."""
+def _probe(model: str, path: str) -> Path:
+    """Measure a model's copy scores; save them in the file that the plugin reads, and return it."""
     from mmkv import chat, wrapping
     from mmkv.vllm import probes
 
@@ -102,3 +105,4 @@ def _probe(model: str, path: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     profile.save(target)
     tell("")
+    return target

@@ -435,6 +435,13 @@ def test_serve_refuses_before_vllm_starts(capsys, monkeypatch, words, why):
     assert why in complaint(capsys, "serve", "some/model", *words)
 
 
+def test_serve_refuses_an_option_before_the_model(capsys, monkeypatch):
+    monkeypatch.setattr("mmkv.cli.serve.find_spec", lambda name: object())
+    monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
+    said = complaint(capsys, "serve", "--port", 8000, "some/model")
+    assert "--port is an option of vLLM's: name the model before" in said
+
+
 @cases("width", ["80", "200"], "80")
 @pytest.mark.parametrize("which", ["policies", "--parts"])
 def test_policies_and_parts_are_listed_with_their_options(capsys, monkeypatch, width, which):
