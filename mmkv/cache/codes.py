@@ -67,7 +67,7 @@ def quantised(pairs: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     the value in its high half.
     """
     groups, most = pairs.unflatten(-1, (-1, group(pairs.shape[-1]))), torch.finfo(_STEPS).max
-    low, high = groups.aminmax(dim=-1)
+    low, high = groups.amin(-1), groups.amax(-1)  # faster than aminmax
     farthest = torch.where(high > -low, high, low)
     steps = (farthest / -128).clamp(-most, most).to(_STEPS)
     scale = steps.to(pairs.dtype)[..., None] * 2 ** (8 - bits)
