@@ -11,7 +11,7 @@ from mmkv.sizes.profiled import NO_VISUAL_PROFILE, VisualHeads
 from mmkv.terminal import Table, of_bytes, plain
 
 if TYPE_CHECKING:
-    from mmkv.cache.contents import CacheContents
+    from mmkv.cache.state import CacheState
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class CacheReport:
     notes: list[str]
 
     @classmethod
-    def of(cls, cache: CacheContents) -> CacheReport:
+    def of(cls, cache: CacheState) -> CacheReport:
         """Return the report of a cache, which is not changed.
 
         Raises:
@@ -192,7 +192,7 @@ def mean_known(numbers: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _notes(cache: CacheContents) -> list[str]:
+def _notes(cache: CacheState) -> list[str]:
     policy, prompt = cache.plan.policy, cache.prompt
     assert prompt is not None
     if cache.plan.keeps_everything:

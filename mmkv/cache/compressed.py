@@ -1,6 +1,6 @@
 """The compressed cache that a wrapped model's `generate` uses: the passes of a prompt and a step.
 
-What it holds is in `contents`, what it does between passes in `state`.
+What it holds, and what it does between passes, is in `state`.
 
 A prompt takes three steps: `begin` (before the first layer) marks its tokens and computes the layer
 sizes that do not depend on scores; `read` (in each layer, after its attention) scores the tokens,

@@ -1,4 +1,4 @@
-"""The state of a compressed cache between passes: made, continued, reordered and reset."""
+"""A compressed cache between passes: made, continued, reordered and reset, and what it holds."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 from mmkv import adapters
 from mmkv.cache import checks
-from mmkv.cache.config import CacheConfig
-from mmkv.cache.contents import CacheContents
+from mmkv.cache.config import CacheConfig, TokenMasks
 from mmkv.cache.forward_pass import (
     Decoding,
     GraphInputs,
@@ -20,14 +19,22 @@ from mmkv.cache.forward_pass import (
     Reading,
     outside_inference_mode,
 )
-from mmkv.cache.layer import CompressedLayer
+from mmkv.cache.layer import CompressedLayer, KeptKV, nbytes
+from mmkv.cache.padded_blocks import PaddedBlock
 from mmkv.layer_inputs import rows_of
+from mmkv.report import CacheReport
 
 
-class CacheState(CacheContents):
-    """What a `CompressedCache` knows from pass to pass, and what is done with it between them.
+class CacheState(Cache):
+    """What a `CompressedCache` holds and knows from pass to pass.
 
     The arguments are those of `CompressedCache`.
+
+    Attributes:
+        plan: policy, budget and profile.
+        compressed: the layers that are compressed; those with a sliding window or linear attention
+            are not.
+        prompt: the masks of all tokens up to the end of the last prompt; None before any.
     """
 
     def __init__(self, config: Any, plan: CacheConfig, *, max_length: int = 0) -> None:
@@ -52,7 +59,7 @@ class CacheState(CacheContents):
         self.long = False
         # Whether this cache's layer sizes were added to the sample, see `mmkv.cache.sampling`.
         self.sizes_learned = False
-        self.prompt = None
+        self.prompt: TokenMasks | None = None
         # The position offset of each row's text after pictures, int64 [B, 1]; None: not known.
         self.rope_deltas: Tensor | None = None
         # Ids of the first t tokens seen, int64 [B, t]; None: not known.
@@ -168,6 +175,83 @@ class CacheState(CacheContents):
             return None
         valid = self.prompt.valid
         return torch.cat([valid, valid.new_ones(len(valid), seen - valid.shape[1])], dim=1)
+
+    def kept(self, layer: int) -> Tensor:
+        """Return original positions kept by a layer, int64 [B, H, n], ascending, -1 as filler.
+
+        Positions count along the sequence axis of the batch, padding included, as
+        `get_seq_length` does.
+
+        Raises:
+            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
+                no prompt was read.
+        """
+        return self.compressed_layer(layer).keeping().kept()
+
+    def groups(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return the groups of a layer, for policies with merge="groups".
+
+        Returns:
+            weights: int64 [B, H, n], how many tokens each group stands for, 0 as filler.
+            group: int64 [B, H, N], the group of each token of the prompt and of earlier turns; -1
+                for tokens that are kept single, for evicted ones, and for padding.
+
+        Raises:
+            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
+                no prompt was read.
+        """
+        state = self.compressed_layer(layer).keeping()
+        assert self.prompt is not None
+        return state.groups(self.prompt.valid.shape[1])
+
+    def shares(self, layer: int) -> Tensor:
+        """Return which share of a kept pair each token seen has in a layer, float32 [B, H, T].
+
+        1 for a token that is kept single, 1 / m for one in a group of m tokens, 0 for an evicted
+        one and for padding: the sum over tokens is the number of pairs kept.
+
+        Raises:
+            ValueError: there is no such layer, it is not compressed (sliding, linear attention), or
+                no prompt was read.
+        """
+        compressed = self.compressed_layer(layer)
+        return compressed.keeping().shares(compressed.seen)
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row up to the end of the last prompt, without padding."""
+        return [] if self.prompt is None else self.prompt.lengths
+
+    def compressed_layer(self, layer: int) -> CompressedLayer:
+        """Return a layer by its index, which may be negative; raise ValueError as `kept` does."""
+        if not -len(self.layers) <= layer < len(self.layers):
+            raise ValueError(f"layer {layer}: the cache has layers 0 to {len(self.layers) - 1}")
+        found = self.layers[layer]
+        if not isinstance(found, CompressedLayer):
+            raise ValueError(
+                f"layer {layer} has a sliding window or linear attention: it is not compressed"
+            )
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages of keys and values, empty slots included."""
+        return sum(self.layer_nbytes)
+
+    @property
+    def layer_nbytes(self) -> list[int]:
+        """`nbytes` of each layer."""
+        return [nbytes(x) for x in self.layers]
+
+    def report(self) -> CacheReport:
+        """Return tokens kept per head, bytes and retained importance of each layer, and totals."""
+        return CacheReport.of(self)
+
+    @property
+    def blocks(self) -> list[PaddedBlock]:
+        """The blocks of all layers."""
+        kept = [x.state for x in self.compressed if isinstance(x.state, KeptKV)]
+        return [block for state in kept for block in state.blocks]
 
 
 def layers_of(config: Any) -> list[Any]:
