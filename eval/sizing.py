@@ -96,7 +96,7 @@ def _samples_of(
         count = token_counter(model)
         return load_suite(name, data or default_data(name, model), count=count, **fields)
 
-    others = {name for name, x in fields.items() if x is not None} - {"first", "limit"}
+    others = {name for name, x in fields.items() if x is not None} - {"limit"}
     named = suite or ("description" if data is not None or others else None)
     samples = None if named is None else read(named)
 
@@ -142,9 +142,7 @@ def plot_command(
         raise ValueError(f"--budget {budget or memory}: a plot has one budget")
     _check_file(out)
     check_format(out)
-    find = _samples_of(
-        model, suite, data, first=sample, limit=sample + 1, image_folder=image_folder
-    )
+    find = _samples_of(model, suite, data, limit=sample + 1, image_folder=image_folder)
 
     # These import torch.
     from mmkv import chat
@@ -154,7 +152,7 @@ def plot_command(
 
     variants = parse_variants(split(policies), chat.option_texts(option or []))
     loaded = chat.load(model, device, dtype, device_map)
-    samples = find(loaded)
+    samples = find(loaded)[sample:]
     if not samples:
         raise ValueError(f"--sample {sample}: the suite has fewer")
     (inputs,) = encode_samples(loaded, samples)

@@ -64,10 +64,10 @@ def make(shape: Shape, device: str, dtype: str = "auto") -> Any:
     return model.eval()
 
 
-def make_prompt(model: Any, batch: int, tokens: int, seed: int = 0) -> Tensor:
+def make_prompt(model: Any, batch: int, tokens: int) -> Tensor:
     """Return random token ids [batch, tokens] on the model's device, without image tokens."""
     vocab = model.get_input_embeddings().num_embeddings
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocab, (batch, tokens), generator=g)
     for name in ("image_token_id", "video_token_id"):
         if (special := getattr(model.config, name, None)) is not None:

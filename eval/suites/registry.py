@@ -42,15 +42,12 @@ def default_data(name: str, model: str) -> str | None:
     return next(iter([*fitting, *words]), None)
 
 
-def load_suite(
-    name: str, data: str | Path | None = None, *, first: int = 0, **fields: Any
-) -> list[Sample]:
+def load_suite(name: str, data: str | Path | None = None, **fields: Any) -> list[Sample]:
     """Return a suite's samples; `fields` are others of `Request`.
 
     Args:
         name: of the suite.
         data: a path, or a word of the suite, such as "novels"; None is its first word.
-        first: samples before this number are left out.
 
     Raises:
         ValueError: the suite, a task, the length or the limit is not possible, or the suite needs
@@ -90,4 +87,4 @@ def load_suite(
         return replace(sample, suite=name, task=task, metric=metric, note=sample.note or note)
 
     samples = (drawn or suite.load)(request)
-    return list(map(completed, islice(samples, first, request.limit or size)))
+    return list(map(completed, islice(samples, request.limit or size)))

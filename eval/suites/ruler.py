@@ -170,9 +170,9 @@ def _niah(
     return f"{header}\n", hidden, qas
 
 
-def _variables(rng: random.Random, size: int, readings: Any, *, hops: int = 4) -> Parts:
+def _variables(rng: random.Random, size: int, readings: Any) -> Parts:
     """Return a chain of assignments, and the question which variables have its value."""
-    names = _names(rng, hops + 1, lambda r: "".join(r.choices(string.ascii_uppercase, k=5)))
+    names = _names(rng, 5, lambda r: "".join(r.choices(string.ascii_uppercase, k=5)))
     value = str(rng.randrange(10_000, 100_000))
     lines = [f"VAR {names[0]} = {value}."]
     lines += [f"VAR {b} = VAR {a}." for a, b in itertools.pairwise(names)]

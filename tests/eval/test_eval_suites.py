@@ -222,11 +222,6 @@ class TestWhatTheModelReads:
     def test_default_data(self, suite, model, data):
         assert registry.default_data(suite, model) == data
 
-    def test_samples_before_first_are_left_out(self):
-        (last,) = load_suite("mmvet", first=2, limit=3)
-        assert last == load_suite("mmvet", limit=3)[2]
-        assert load_suite("mmvet", first=3, limit=3) == []
-
     def test_novels_are_a_haystack(self):
         (sample,) = load_suite("ruler", "novels", limit=1, length=600, tasks=["niah_single_2"])
         assert len(sample.prompt.split()) > 400
