@@ -68,7 +68,7 @@ class Capture(CompressedCache):
         try:
             with torch.no_grad():
                 if cache.begin(running, prompt.valid, None, prompt.image):
-                    cache.size(self._scores(cache))
+                    cache.set_sizes(self._scores(cache))
                 for i, (key, value, inputs) in self.calls.items():
                     cache.update(key, value, i)
                     if inputs is not None:

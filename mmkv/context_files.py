@@ -59,7 +59,7 @@ def save(
     chat: dict[str, Any],
 ) -> None:
     """Write a context; `load` reads it. Arguments are those of `mmkv.Context`."""
-    _check_whole(model)
+    _check_one_process(model)
     tensors = {f"inputs.{name}": x for name, x in inputs.items()}
     for start, layer in _by_name(cache):
         pair: Any = {"keys": layer.keys, "values": layer.values}
@@ -88,7 +88,7 @@ def load(
     path: str | os.PathLike[str], model: Any
 ) -> tuple[CompressedCache, dict[str, Tensor], dict[str, Any], str]:
     """Return cache, inputs, chat state and weights of a context; errors name the file."""
-    _check_whole(model)
+    _check_one_process(model)
     attachment = attachment_of(model)
     attachment.complete_plan()
     try:
@@ -283,7 +283,7 @@ def _plan(plan: CacheConfig) -> dict[str, Any]:
     return json.loads(json.dumps(fields, default=str))
 
 
-def _check_whole(model: Any) -> None:
+def _check_one_process(model: Any) -> None:
     attachment = attachment_of(model)
     if (ranks := attachment.parts.ranks) > 1:
         raise ValueError(

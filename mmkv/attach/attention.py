@@ -127,7 +127,7 @@ class _Collector:
         if layer.layer_idx not in self.cache.ordinal:
             return
         layer = replace(layer, image=self.prompt.image.to(layer.key.device))
-        present = layer.valid if any(self.prompt.inner) else None
+        present = layer.valid if any(self.prompt.n_gaps) else None
         policy = self.cache.plan.policy
         self.scores.append(importance(policy, layer, self.prompt.windows, present))
         if len(self.scores) == len(self.cache.compressed):

@@ -153,7 +153,7 @@ def _begin_prompt(
     image = _image_tokens(attachment, cache.plan.policy, running, valid)
     attachment.parts.forget_changed()
     if cache.begin(running, valid, earlier, image):
-        cache.size(attention.run_mini_prefill(running, attachment.parts.decoder, kwargs))
+        cache.set_sizes(attention.run_mini_prefill(running, attachment.parts.decoder, kwargs))
     if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
         cache.remember(running.ids, seen + tokens.shape[1])
 

@@ -113,7 +113,7 @@ class CompressedCache(CacheState):
         if phase.until is not None and prompt.valid.shape[1] >= phase.until:
             phase.until = None
         is_complete = phase.until is None
-        phase.evicts = is_complete or (plan.evict_chunks and not all(prompt.waits))
+        phase.evicts = is_complete or (plan.evict_chunks and not all(prompt.ends_in_padding))
         self._prepare_scores(prompt, phase)
         if not phase.evicts:
             return False
@@ -130,7 +130,7 @@ class CompressedCache(CacheState):
             phase.sizes = self._sizes(prompt)
         return False
 
-    def size(self, scores: Sequence[Tensor]) -> None:
+    def set_sizes(self, scores: Sequence[Tensor]) -> None:
         """Set the layer sizes by the scores [B, H or 1, N] of each layer from a first pass."""
         reading, prompt = self.reading, self.prompt
         assert reading is not None

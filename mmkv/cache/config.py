@@ -128,8 +128,8 @@ class CacheConfig:
 
     def evicting(self, prompt: TokenMasks) -> list[bool]:
         """Return for each row whether it may lose a token in this pass."""
-        rows = zip(self.long_enough(prompt), prompt.waits, strict=True)
-        return [is_long and not waits for is_long, waits in rows]
+        rows = zip(self.long_enough(prompt), prompt.ends_in_padding, strict=True)
+        return [is_long and not in_padding for is_long, in_padding in rows]
 
     def long_enough(self, prompt: TokenMasks) -> list[bool]:
         """Return for each row whether it is long enough to lose a token."""
@@ -247,9 +247,10 @@ class TokenMasks:
             than the policy's if a short row's budget is below the number of `pinned` tokens.
         n_pinned: the number of `pinned` tokens.
         n_protected: the number of protected tokens.
-        inner: padding after a row's first token, such as that of a later turn.
+        n_gaps: how much padding follows a row's first token, such as that of a later turn.
         granted: the share of the `pinned` tokens that the budget has room for, in [0, 1].
-        waits: whether the row ends in padding, so that it loses no token before the next chunk.
+        ends_in_padding: whether the row ends in padding, so that it loses no token before the next
+            chunk.
     """
 
     valid: Tensor
@@ -261,9 +262,9 @@ class TokenMasks:
     windows: list[int]
     n_pinned: list[int]
     n_protected: list[int]
-    inner: list[int]
+    n_gaps: list[int]
     granted: list[float]
-    waits: list[bool]
+    ends_in_padding: list[bool]
 
     @classmethod
     def of(
@@ -310,7 +311,7 @@ class TokenMasks:
         counts = length[:, 0], pinned.sum(-1), protected.sum(-1), before_first
         columns = torch.stack([*counts, valid[:, -1].long()])
         lengths, n_pinned, n_protected, n_before, ends = columns.tolist()
-        inner = [valid.shape[1] - n - m for n, m in zip(lengths, n_before, strict=True)]
+        n_gaps = [valid.shape[1] - n - m for n, m in zip(lengths, n_before, strict=True)]
         totals = [plan.total_kept(n_layers, n) for n in lengths]
         windows = [
             window
@@ -330,8 +331,10 @@ class TokenMasks:
             for total, n in zip(totals, n_pinned, strict=True)
         ]
         masks = valid, image, is_prompt, pinned, protected
-        waits = [end == 0 for end in ends]
-        return cls(*masks, lengths, windows, n_pinned, n_protected, inner, granted, waits)
+        ends_in_padding = [end == 0 for end in ends]
+        return cls(
+            *masks, lengths, windows, n_pinned, n_protected, n_gaps, granted, ends_in_padding
+        )
 
     def rows(self, batch: Tensor) -> TokenMasks:
         """Return the rows `batch`, which may repeat."""
@@ -351,7 +354,7 @@ class TokenMasks:
             raise ValueError(
                 f"row {self.lengths.index(0)} of the batch is padding alone: it has no token"
             )
-        if any(self.waits):
+        if any(self.ends_in_padding):
             raise ValueError(
                 "a row of the batch ends in padding: pad on the left (processor.tokenizer."
                 "padding_side = 'left'), as generation needs"
@@ -362,7 +365,7 @@ class TokenMasks:
 
         Distances between the results count tokens alone. Position -1 means no token.
         """
-        if not any(self.inner):
+        if not any(self.n_gaps):
             return positions
         absent = (~self.valid).long().to(positions.device)
         after = absent.flip(-1).cumsum(-1).flip(-1) - absent
@@ -375,7 +378,7 @@ class TokenMasks:
 
         They are ascending, with -1 as filler before a row's first token.
         """
-        if not any(self.inner):
+        if not any(self.n_gaps):
             return None
         T = self.valid.shape[1]
         positions = torch.arange(T, device=self.valid.device).expand_as(self.valid)

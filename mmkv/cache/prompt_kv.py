@@ -186,13 +186,13 @@ class PromptKV:
             present = present.repeat_interleave(self.keys.shape[1], dim=0)
         else:
             layer = replace(layer, image=image[:, 0])
-        apart = present if any(prompt.inner) else None
+        apart = present if any(prompt.n_gaps) else None
         if policy.layers.needs == "measure":
             same = [0] * len(layer.key)
             measured = selection.by_parts(layer, same, apart, lambda _, x: _measured(policy, x))
             self.measured = measured.unflatten(0, (len(self.keys), -1)).mean(1)
         scores = selection.importance(policy, layer, windows, apart)
-        if any(prompt.waits):  # a row without new tokens asks for none
+        if any(prompt.ends_in_padding):  # a row without new tokens asks for none
             scores = scores.masked_fill(~present.any(-1)[:, None, None], 0.0)
         if per_head:
             scores = scores.view(self.keys.shape[:3])
@@ -210,7 +210,7 @@ class PromptKV:
             return
         layer, present = self._inputs(new), self._present(new)
         last = layer.query.shape[2] if policy.queries is None else policy.queries
-        if any(prompt.inner):  # as many as hold the last ones of each row
+        if any(prompt.n_gaps):  # as many as hold the last ones of each row
             number = present.flip(-1).cumsum(-1)
             last = int((number < number[:, -1:].clamp(max=last)).sum(-1).max()) + 1
         self.tail = Tail(
