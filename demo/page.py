@@ -18,7 +18,7 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from PIL import Image
 
-from mmkv import chat
+from mmkv import policy_options
 from mmkv.builtin import KNOWS, example_pictures
 from mmkv.cache import codes
 from mmkv.memory import DEFAULT, Memory
@@ -103,18 +103,18 @@ def changed_options(policy: str, shown: dict[str, Any]) -> dict[str, Any]:
     """
     hints, defaults = option_hints(), policy_class(policy).options()
     texts = {x: "none" if shown[x] in (None, "") else str(shown[x]) for x in defaults if x in hints}
-    options = {x: chat.parse_value(x, text, hints[x]) for x, text in texts.items()}
+    options = {x: policy_options.parse_value(x, text, hints[x]) for x, text in texts.items()}
     return {name: value for name, value in options.items() if value != defaults[name]}
 
 
 def _choices(hint: Any) -> list[str]:
-    kinds = chat.flat(hint)
+    kinds = policy_options.flat(hint)
     literals = [x for x in kinds if isinstance(x, str)]
     return [*literals, "none"] if literals and NoneType in kinds else literals
 
 
 def _control(name: str, hint: Any) -> Any:
-    kinds, defaults = chat.flat(hint), policy_class(_POLICY).options()
+    kinds, defaults = policy_options.flat(hint), policy_class(_POLICY).options()
     common: dict[str, Any] = {
         "value": shown_option(hint, defaults.get(name)),
         "label": name.replace("_", " ").capitalize(),

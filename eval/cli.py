@@ -116,14 +116,14 @@ def eval_command(
     samples = load_suite(suite, data, count=token_counter(model), **fields)
 
     # These import torch.
-    from mmkv import chat
+    from mmkv import chat, policy_options
     from mmkv.registry import list_policies
 
     from .runner import check_arguments, find_processes, fitting, run
     from .tabulate import Report
     from .variants import with_question
 
-    options = chat.option_texts(option or [])
+    options = policy_options.option_texts(option or [])
     policy_texts = list_policies() if policies == "all" else split(policies)
     names = with_question(policy_texts, question)
     check_arguments(names, sizes, metric_names, options)
@@ -202,13 +202,13 @@ def check_command(
     samples = [replace(sample, max_new_tokens=max_new_tokens) for sample in samples]
 
     # These import torch.
-    from mmkv import chat
+    from mmkv import chat, policy_options
 
     from . import check
     from .prompts import encode_samples
     from .runner import run
 
-    options = chat.option_texts(option or [])
+    options = policy_options.option_texts(option or [])
     variants = check.variants_of(split(policies), sizes, within, max_new_tokens, options)
     loaded = chat.load(model, device, dtype)
     lengths = [x["input_ids"].shape[1] for x in encode_samples(loaded, samples)]

@@ -61,13 +61,13 @@ def calibrate_command(
     find = _samples_of(model, suite, data, limit=limit, image_folder=image_folder, length=length)
 
     # These import torch.
-    from mmkv import chat
+    from mmkv import chat, policy_options
     from mmkv.calibration import calibrate, measurable
 
     from .prompts import encode_samples
     from .variants import parse_variants
 
-    options = chat.option_texts(option or [])
+    options = policy_options.option_texts(option or [])
     (variant,) = parse_variants([policy], options)
     measurable(variant.policy.name, **variant.options)
     loaded = chat.load(model, device, dtype, device_map)
@@ -145,12 +145,12 @@ def plot_command(
     find = _samples_of(model, suite, data, limit=sample + 1, image_folder=image_folder)
 
     # These import torch.
-    from mmkv import chat
+    from mmkv import chat, policy_options
 
     from .prompts import encode_samples
     from .variants import parse_variants
 
-    variants = parse_variants(split(policies), chat.option_texts(option or []))
+    variants = parse_variants(split(policies), policy_options.option_texts(option or []))
     loaded = chat.load(model, device, dtype, device_map)
     samples = find(loaded)[sample:]
     if not samples:

@@ -10,10 +10,10 @@ from typing import Any
 
 from mmkv.budgets import note, number
 from mmkv.cache import codes
-from mmkv.chat import option_texts, typed
 from mmkv.memory import Memory
 from mmkv.planning import comparing
 from mmkv.policy import Policy
+from mmkv.policy_options import option_texts, typed
 from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
 from mmkv.wrapping import wrapped
 

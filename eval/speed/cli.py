@@ -186,12 +186,13 @@ def plan_command(
 
     from mmkv import adapters
     from mmkv.cache.config import CacheConfig
-    from mmkv.chat import default_budget, max_positions, parse_options
+    from mmkv.chat import max_positions
     from mmkv.eval.speed.models import SHAPES, make
     from mmkv.eval.speed.plan import Load, Sizes, plan
     from mmkv.loading.models import empty
     from mmkv.memory import Memory
     from mmkv.planning import planned
+    from mmkv.policy_options import default_budget, parse_options
     from mmkv.registry import get_policy
 
     chosen = get_policy(policy, **parse_options(policy, option or []))

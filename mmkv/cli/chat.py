@@ -114,14 +114,15 @@ def chat(
     from mmkv import budgets
     from mmkv import chat as talk
     from mmkv.demo.conversation import Settings
+    from mmkv.policy_options import default_budget, parse_options
     from mmkv.registry import get_policy
     from mmkv.report import CacheReport
 
-    options = talk.parse_options(policy, option or [])
+    options = parse_options(policy, option or [])
     chosen = get_policy(policy, **options)
     settings = Settings(
         policy=policy,
-        budget=talk.default_budget(chosen, profile, kv_dtype) if size is None else size,
+        budget=default_budget(chosen, profile, kv_dtype) if size is None else size,
         options=options,
         kv_dtype=kv_dtype,
         profile=profile,

@@ -85,10 +85,10 @@ class Lines:
 
     def _command(self, name: str = "", *words: str) -> None:
         from mmkv import budgets
-        from mmkv import chat as talk
         from mmkv.demo.conversation import Conversation
         from mmkv.loading.untrusted import read_named_picture
         from mmkv.memory import Memory
+        from mmkv.policy_options import parse_options
 
         match name, words:
             case "image", [_, *_]:
@@ -97,7 +97,7 @@ class Lines:
                 self.asked = False
                 write(self.screen, f"picture: {' '.join(words)}", "dim")
             case "policy", [policy, *options]:
-                self._set(policy=policy, options=talk.parse_options(policy, options))
+                self._set(policy=policy, options=parse_options(policy, options))
             case "budget", [text]:
                 self._set(budget=budgets.parse(text))
             case "memory", [text]:

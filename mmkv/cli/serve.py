@@ -63,12 +63,12 @@ def serve(
         )
     if model.startswith("-"):
         raise ValueError(f"{model} is an option of vLLM's: name the model before such options")
-    from mmkv import chat
+    from mmkv import policy_options
     from mmkv.loading import models
     from mmkv.sizes.profiled import RetrievalHeads
     from mmkv.vllm import options, probes
 
-    given = {**chat.parse_options(policy, option or []), "policy": policy}
+    given = {**policy_options.parse_options(policy, option or []), "policy": policy}
     if memory is not None:
         given["memory"] = memory
     if budget is not None or memory is None:

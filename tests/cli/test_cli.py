@@ -27,7 +27,7 @@ from helpers.marks import cases
 from helpers.models import make_inputs, make_model
 from helpers.picture_chat import LAYERS, make_picture_chat, picture_chat
 from helpers.profiles import profile_of
-from mmkv import chat, names, parts, registry, terminal
+from mmkv import chat, names, parts, policy_options, registry, terminal
 from mmkv.builtin import example_pictures
 from mmkv.cli import commands
 from mmkv.cli.chat import verdict
@@ -519,7 +519,7 @@ def test_a_closed_pipe_is_no_error(capsys, monkeypatch):
 
 
 def test_values_of_options_follow_the_fields():
-    parse = chat.parse_options
+    parse = policy_options.parse_options
     assert parse("snapkv", ["window=8", "pooling=none", "kernel-size=3", "recent=1"]) == {
         "window": 8,
         "pooling": None,

@@ -16,7 +16,7 @@ from transformers import LlavaForConditionalGeneration
 import mmkv
 from helpers.models import make_model
 from helpers.picture_chat import HEAD_DIM, HEADS, LAYERS, PATCHES, picture_chat
-from mmkv import chat
+from mmkv import chat, policy_options
 from mmkv.builtin import example_pictures
 from mmkv.demo import answer
 from mmkv.demo.conversation import Conversation, Models, Settings, Turn, read_upload, rouge_l
@@ -394,7 +394,7 @@ def test_controls_come_from_the_registry(page):
         shown, known = shown_of(page, policy), mmkv.get_policy(policy).options()
         assert page.changed_options(policy, shown) == {}
         for name in known.keys() & hints.keys() - changed_before:
-            value, optional = known[name], type(None) in chat.flat(hints[name])
+            value, optional = known[name], type(None) in policy_options.flat(hints[name])
             for choice, _ in getattr(page._control(name, hints[name]), "choices", []):
                 new = None if choice == "none" and optional else choice
                 changed = {} if new == value else {name: new}

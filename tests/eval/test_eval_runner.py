@@ -17,7 +17,6 @@ from helpers.marks import cases
 from helpers.models import make_model
 from helpers.processes import exit_code
 from mmkv.cache.compressed import CompressedCache
-from mmkv.chat import option_texts
 from mmkv.eval import measure, runner
 from mmkv.eval.measure import perplexity
 from mmkv.eval.prompts import Encoder
@@ -25,6 +24,7 @@ from mmkv.eval.store import RunError, digest, key_of, read_rows, read_settings
 from mmkv.eval.tabulate import Report
 from mmkv.eval.variants import parse_variants, plugin_arguments
 from mmkv.memory import Memory
+from mmkv.policy_options import option_texts
 from mmkv.registry import load_plugin
 
 ASKED = {"policies": ["full", "snapkv", "prefixkv", "h2o"], "budgets": [0.5, 1.0], "batch_size": 2}
