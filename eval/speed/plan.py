@@ -154,7 +154,7 @@ def since_round(policy: Policy, generated: int) -> int:
 
 
 def plan(sizes: Sizes, load: Load, card: Card, config: CacheConfig) -> Plan:
-    """Return bounds of a policy on a card."""
+    """Return bounds of the memory and time of caches of `config` on a card."""
     policy, kv_dtype = config.policy, config.kv_dtype
     itemsize, full = sizes.itemsize, [x for x in sizes.layers if not x.window]
     share = held(config, load.prompt, 0, len(full) or 1) / load.prompt
@@ -183,9 +183,8 @@ def plan(sizes: Sizes, load: Load, card: Card, config: CacheConfig) -> Plan:
         found = sum(pairs_bytes(x, tokens, generated) for x in full)
         if policy.decode.every and not config.keeps_everything:  # queries for the next round
             found += sum(x.queried for x in full) * since_round(policy, generated) * itemsize
-        return found + itemsize * sum(
-            x.pair * min(seen, x.window) for x in sizes.layers if x.window
-        )
+        sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
+        return found + sliding * itemsize
 
     caches = [cache(n) for n in range(load.new + 1)]
     waits_for_all = policy.heads.scope == "model" or policy.score.repeats
