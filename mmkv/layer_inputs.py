@@ -149,7 +149,7 @@ class LayerInputs:
             its logits: above 0 for a group of tokens of earlier turns; None: no groups.
         image: bool [B, N], True for image tokens; None if unknown.
         size: float32 [B], tokens kept of each row, mean over layers and heads; None if no budget
-            sets it, as in a first pass before sizes are known.
+            sets it.
         hidden: [B, Q, hidden], input of the attention block at the queries, if a prompt is fed
             again (`mmkv.attach.repetition`); otherwise None.
         layer_idx: the layer's number in the model.

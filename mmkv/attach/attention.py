@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,6 +28,7 @@ from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
 from mmkv.cache.selection import importance
 from mmkv.calls import without
 from mmkv.layer_inputs import LayerInputs
+from mmkv.tensors import send
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"
 # as its own flash attention, so ours avoid the word.
@@ -126,10 +128,13 @@ class _Collector:
         """Score one layer; end the pass after the last one."""
         if layer.layer_idx not in self.cache.ordinal:
             return
-        layer = replace(layer, image=self.prompt.image.to(layer.key.device))
+        plan, device = self.cache.plan, layer.key.device
+        layer = replace(layer, image=self.prompt.image.to(device))
+        sizes = plan.mean_sizes(self.prompt, len(self.cache.compressed))
+        if sizes is not None:
+            layer = replace(layer, size=send(np.array(sizes, np.float32), device))
         present = layer.valid if any(self.prompt.n_gaps) else None
-        policy = self.cache.plan.policy
-        self.scores.append(importance(policy, layer, self.prompt.windows, present))
+        self.scores.append(importance(plan.policy, layer, self.prompt.windows, present))
         if len(self.scores) == len(self.cache.compressed):
             raise _Enough
 

@@ -201,7 +201,14 @@ def _traces(model) -> tuple:
     return model.config._attn_implementation, model.get_decoder().config._attn_implementation, hooks
 
 
-@pytest.mark.parametrize("options", [{}, {"score": "observers", "merge": "groups"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"score": "observers", "merge": "groups"},
+        {"score": "defensive"},  # reads how many tokens the budget keeps
+    ],
+)
 @cases("name", ["llama", "llava-llama"], "llava-llama")
 def test_mini_prefill_stores_nothing_and_stops_early(name, options):
     """XKV's first pass makes no cache, ends inside the last layer, and changes no size."""
