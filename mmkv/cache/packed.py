@@ -73,7 +73,7 @@ def layout(
     n, x = (len(tensors[k]) if k in tensors and tensors[k].ndim else 0 for k in _COUNTED)
     specs = {
         "counts": Spec((B, H), (torch.int32,), 0, T),  # slots of each row
-        "sizes": Spec((B,), (torch.int32,), 1, T),  # see `KeptKV.sizes`
+        "sizes": Spec((B,), (torch.int32,), 0, T),  # see `KeptKV.sizes`
         "positions": Spec((n,), (torch.int16, torch.int32), 0, T - 1),
     }
     if plan.kv_dtype is None:

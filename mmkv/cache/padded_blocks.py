@@ -132,6 +132,8 @@ class PaddedBlock:
         if not self.schedule.drops:
             slot_numbers = torch.arange(self.capacity, device=self.positions.device)
             return self.positions.masked_fill(slot_numbers >= self.schedule.used, -1)
+        if not self.capacity:  # no row keeps a token
+            return self.positions
         slots = self.schedule.slots(self.positions.device)
         if isinstance(slots, int):
             if slots >= self.capacity:

@@ -283,6 +283,23 @@ def test_loaded_context_equals_saved_one(models, policy, kv_dtype, tmp_path):
     assert found.cache.lengths == context.cache.lengths
 
 
+@pytest.mark.parametrize("decode", ["grow", "ratio"])
+def test_a_layer_that_keeps_no_token_is_saved_and_continued(models, decode, tmp_path):
+    model, inputs, asked = models("llama"), make_inputs("llama", (20, 26)), question(8, rows=2)
+    path = tmp_path / "read.safetensors"
+    with mmkv.wrapped(model, "knorm", 0.04, layers="pyramid", decode=decode):
+        context = mmkv.read(model, inputs)
+        assert not (context.cache.kept(2) >= 0).any()
+        assert context.report().layers[2].mean_kept == 0
+        context.save(path)
+        found = mmkv.load_context(path, model)
+        torch.testing.assert_close(ask(found, asked)[0], ask(context, asked)[0])
+        for one in (context, found):
+            one.append(question(9, rows=2))
+    for i in range(3):
+        assert torch.equal(found.cache.kept(i), context.cache.kept(i))
+
+
 @cases(
     "policy, kv_dtype",
     [("condense", x) for x in TYPES] + [("h2o", None), ("snapkv", "int8"), ("adakv", "int4")],
