@@ -303,6 +303,12 @@ def prepare_positions(
             for owner in owners:
                 setattr(config, _OFFSETS, owner.rope_deltas)
     if cache is not None and 0 < cache.get_seq_length() >= positions.shape[-1]:
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and inputs.shape[-1] > mask.shape[-1]:
+            raise ValueError(
+                f"attention_mask has {mask.shape[-1]} columns, and there are {inputs.shape[-1]} "
+                "ids: give it one for each token, the new ones included"
+            )
         raise ValueError(
             f"the cache has seen {cache.get_seq_length()} tokens, and there are "
             f"{positions.shape[-1]}: give all that it has seen, and at least one more"

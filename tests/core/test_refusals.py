@@ -312,6 +312,16 @@ def test_refused_caches(text_model):
     assert torch.equal(cache.kept(-1), cache.kept(2))
 
 
+def test_a_mask_of_the_last_turn_alone_is_named(models):
+    """The ids are all there, but the mask is that of the prompt."""
+    model, inputs = models("llama"), make_inputs("llama", (40,))
+    with mmkv.wrapped(model, "snapkv", 0.4, window=8):
+        *_, words, cache, _ = generate(model, inputs, new=3)
+        ids = torch.cat([inputs["input_ids"], words, torch.full((1, 5), 9)], dim=1)
+        with pytest.raises(ValueError, match="attention_mask has 40 columns, and there are 48 ids"):
+            model.generate(**{**inputs, "input_ids": ids}, past_key_values=cache)
+
+
 def test_refused_batches(text_model, models):
     inputs = make_inputs("llama", (40, 30))
     right = {**inputs, "attention_mask": inputs["attention_mask"].flip(-1)}
