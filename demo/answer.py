@@ -50,7 +50,7 @@ class Side:
         """The cache's bytes beside a full one's; if it is no smaller, the text says why."""
         text = of_bytes(self.nbytes, self.full_nbytes)
         short = self.compressed and self.nbytes >= self.full_nbytes
-        return f"{text}, prompt too short to compress" if short else text
+        return f"{text}, prompt too short to save memory" if short else text
 
 
 class Answer:

@@ -188,7 +188,10 @@ class Conversation:
             raise ValueError("the question is empty")
         token = getattr(loaded.processor, "image_token", None)
         if token and token in question:
-            raise ValueError(f"the question holds {token!r}, which stands for a picture: reword it")
+            raise ValueError(
+                f"the question, or a text file before it, holds {token!r}, which stands for a "
+                "picture: reword it"
+            )
         all_pictures = [x for turn in self.turns for x in turn.pictures]
         if not loaded.reads_pictures or list(pictures) == all_pictures[-len(pictures) :]:
             pictures = ()

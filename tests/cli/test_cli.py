@@ -583,7 +583,7 @@ def test_verdict_gives_first_difference_and_gain():
     other = dataclasses.replace(same, text="a red box", rate=None, nbytes=5000)
     assert verdict(full, other) == [
         "the answers differ after 2 of 6 words: ring on the left / box",
-        "cache: 4.9 of 4.0 KiB (122%), prompt too short to compress",
+        "cache: 4.9 of 4.0 KiB (122%), prompt too short to save memory",
     ]
 
 
@@ -592,7 +592,7 @@ def test_verdict_gives_first_difference_and_gain():
 def test_full_size_cache_gives_the_reason(capsys, words):
     out, _, code = run(capsys, "chat", *words, *SHORT)
     assert code == 0
-    assert ("prompt too short to compress" in out) == ("full" not in words)
+    assert ("prompt too short to save memory" in out) == ("full" not in words)
 
 
 @pytest.mark.parametrize(
@@ -650,7 +650,7 @@ class TestPlugins:
             ("x = 1", "registers nothing"),
             (MINE.replace('"mine"', '"snapkv"'), "'snapkv' is taken by mmkv.policies.snapkv"),
             (f"{MINE}\n1 / 0", "division by zero"),
-            (None, "expected a Python file"),
+            (None, "no such file"),
         ],
     )
     def test_broken_plugin_leaves_nothing(self, capsys, tmp_path, code, why):
@@ -748,7 +748,7 @@ TYPOS = {
     "chat --dtype int8 hi": "dtype 'int8'",
     "chat --kv-dtype int3 hi": "int8, int4",
     "chat --profile nowhere.json hi": "nowhere.json",
-    "chat --plugin nowhere.py hi": "expected a Python file",
+    "chat --plugin nowhere.py hi": "no such file",
     "chat nowhere.png hi": "no such file",
     "chat --json": "--json needs a question",
     "serve smollm2 --policy snapk": "Did you mean 'snapkv'?",
