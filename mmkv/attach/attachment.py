@@ -302,20 +302,19 @@ def prepare_positions(
         if (config := _latest_config.get()) is not None:
             for owner in owners:
                 setattr(config, _OFFSETS, owner.rope_deltas)
+    ids, mask = model_kwargs.get("input_ids", inputs), model_kwargs.get("attention_mask")
     if cache is not None and 0 < cache.get_seq_length() >= positions.shape[-1]:
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and inputs.shape[-1] > mask.shape[-1]:
+        if mask is not None and ids.ndim == 2 and ids.shape[1] > mask.shape[1]:
             raise ValueError(
-                f"attention_mask has {mask.shape[-1]} columns, and there are {inputs.shape[-1]} "
-                "ids: give it one for each token, the new ones included"
+                f"attention_mask has {mask.shape[1]} columns, and there are {ids.shape[1]} ids: "
+                "give it one for each token, the new ones included"
             )
         raise ValueError(
             f"the cache has seen {cache.get_seq_length()} tokens, and there are "
             f"{positions.shape[-1]}: give all that it has seen, and at least one more"
         )
-    ids = model_kwargs.get("input_ids", inputs)
     if cache is not None and ids.ndim == 2 and ids.shape[1] == positions.shape[-1]:
-        checks.check_read(cache, ids, model_kwargs.get("attention_mask"))
+        checks.check_read(cache, ids, mask)
     return positions
 
 

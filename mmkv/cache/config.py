@@ -361,9 +361,9 @@ class TokenMasks:
             )
 
     def without_gaps(self, positions: Tensor) -> Tensor:
-        """Return positions [B, 1 or H, U] less the padding before them that lies between tokens.
+        """Return positions [B, 1 or H, U], each plus the padding after it.
 
-        Distances between the results count tokens alone. Position -1 means no token.
+        Distances between the results so count tokens alone. Position -1 means no token.
         """
         if not any(self.n_gaps):
             return positions
