@@ -60,10 +60,10 @@ _LOADED = """() => {
 _quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
-def _uri(picture: Image.Image) -> str:
-    """Return a picture, at most 96 pixels wide and high, as a data URI."""
+def _uri(picture: Image.Image, side: int = 96) -> str:
+    """Return a picture, at most `side` pixels wide and high, as a data URI."""
     picture = picture.copy()
-    picture.thumbnail((96, 96))
+    picture.thumbnail((side, side))
     file = io.BytesIO()
     picture.save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
