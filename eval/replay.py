@@ -20,7 +20,6 @@ from mmkv.attach.attachment import attachment_of
 from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import ForwardPass, Reading, current
-from mmkv.cache.selection import importance
 from mmkv.calls import CACHE, passing
 from mmkv.contexts import Context
 from mmkv.forcing import Read, Steps, up_to_end
@@ -62,18 +61,19 @@ class Capture(CompressedCache):
         attachment = attachment_of(model)
         cache = CompressedCache(attachment.parts.config, attachment.plan)
         prompt: Any = self.prompt
-        uses_rotary = attachment.plan.policy.score.uses_rotary
+        uses_rotary = attachment.plan.policy.uses_rotary
         running = ForwardPass(ids=self.ids, parts=attachment.parts)
         token = current.set(running)
         try:
             with torch.no_grad():
                 if cache.begin(running, prompt.valid, None, prompt.image):
-                    cache.set_sizes(self._scores(cache))
+                    layers = (inputs for *_, inputs in self.calls.values() if inputs is not None)
+                    cache.set_sizes([cache.first_scores(x) for x in layers])
                 for i, (key, value, inputs) in self.calls.items():
                     cache.update(key, value, i)
                     if inputs is not None:
                         running.pending = None
-                        # Only scores that use rotary embeddings get them, as in a pass of a model.
+                        # Only policies that use rotary embeddings get them, as in a model's pass.
                         rotary = inputs.rotary if uses_rotary else None
                         cache.read(replace(inputs, rotary=rotary))
                 assert isinstance(cache.phase, Reading)
@@ -87,14 +87,6 @@ class Capture(CompressedCache):
     def reader(self, model: Any) -> Read:
         """Return a replacement of the wrapped model's pass of the prompts, for `mmkv.forcing`."""
         return lambda: (self.replayed(model), self.logits)
-
-    def _scores(self, cache: CompressedCache) -> list[Tensor]:
-        """Return the scores of each compressed layer, as XKV's first pass computes them."""
-        plan, prompt = cache.plan, cache.prompt
-        assert prompt is not None
-        layers = [inputs for *_, inputs in self.calls.values() if inputs is not None]
-        layers = [replace(x, image=prompt.image.to(x.key.device)) for x in layers]
-        return [importance(plan.policy, x, prompt.windows) for x in layers]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

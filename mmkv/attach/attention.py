@@ -11,11 +11,10 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -23,12 +22,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from mmkv.cache.compressed import CompressedCache
-from mmkv.cache.config import TokenMasks
 from mmkv.cache.forward_pass import AttentionCall, ForwardPass, current
-from mmkv.cache.selection import importance
 from mmkv.calls import without
 from mmkv.layer_inputs import LayerInputs
-from mmkv.tensors import send
 
 # The model's attention implementation -> ours. transformers treats any name containing "flash"
 # as its own flash attention, so ours avoid the word.
@@ -121,20 +117,13 @@ class _Collector:
     """Collects the scores of the compressed layers in a pass that stores nothing."""
 
     cache: CompressedCache
-    prompt: TokenMasks
     scores: list[Tensor] = field(default_factory=list[Tensor])
 
     def add(self, layer: LayerInputs) -> None:
         """Score one layer; end the pass after the last one."""
         if layer.layer_idx not in self.cache.ordinal:
             return
-        plan, device = self.cache.plan, layer.key.device
-        layer = replace(layer, image=self.prompt.image.to(device))
-        sizes = plan.mean_sizes(self.prompt, len(self.cache.compressed))
-        if sizes is not None:
-            layer = replace(layer, size=send(np.array(sizes, np.float32), device))
-        present = layer.valid if any(self.prompt.n_gaps) else None
-        self.scores.append(importance(plan.policy, layer, self.prompt.windows, present))
+        self.scores.append(self.cache.first_scores(layer))
         if len(self.scores) == len(self.cache.compressed):
             raise _Enough
 
@@ -150,7 +139,7 @@ def run_mini_prefill(
     cache = running.cache
     assert cache is not None
     assert cache.prompt is not None
-    running.collector = collector = _Collector(cache, cache.prompt)
+    running.collector = collector = _Collector(cache)
     try:
         with torch.no_grad():
             decoder.forward(**{**without(arguments), "use_cache": False})

@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,11 +38,12 @@ from mmkv.cache.forward_pass import (
 from mmkv.cache.layer import CompressedLayer, KeptKV
 from mmkv.cache.padded_blocks import Step
 from mmkv.cache.prompt_kv import PromptKV, Tail
+from mmkv.cache.selection import importance
 from mmkv.cache.sizing import head_sizes, sizes_of_rows
 from mmkv.cache.state import CacheState
 from mmkv.decode.slots import plan as plan_slots
 from mmkv.layer_inputs import LayerInputs
-from mmkv.tensors import no_autocast
+from mmkv.tensors import no_autocast, send
 
 
 class CompressedCache(CacheState):
@@ -129,6 +131,17 @@ class CompressedCache(CacheState):
         elif not plan.needs_all_layers:
             phase.sizes = self._sizes(prompt)
         return False
+
+    def first_scores(self, layer: LayerInputs) -> Tensor:
+        """Score a prompt's tokens in a pass before the layer sizes are known: [B, H or 1, N]."""
+        prompt, device = self.prompt, layer.key.device
+        assert prompt is not None
+        layer = replace(layer, image=prompt.image.to(device))
+        sizes = self.plan.mean_sizes(prompt, len(self.compressed))
+        if sizes is not None:
+            layer = replace(layer, size=send(np.array(sizes, np.float32), device))
+        present = layer.valid if any(prompt.n_gaps) else None
+        return importance(self.plan.policy, layer, prompt.windows, present)
 
     def set_sizes(self, scores: Sequence[Tensor]) -> None:
         """Set the layer sizes by the scores [B, H or 1, N] of each layer from a first pass."""

@@ -8,10 +8,13 @@ from helpers import zoo
 from helpers.evaluation import asking, make_samples, make_tokenizer
 from helpers.marks import cases
 from helpers.models import make_inputs, make_model
-from helpers.oracle import EITHER, ROWS, options_of
+from helpers.oracle import EITHER, ROWS, Variant, options_of
 from mmkv.eval.replay import Capture, applies
 from mmkv.eval.runner import run
 from mmkv.forcing import Steps
+
+# A first pass whose score reads how many tokens the budget keeps.
+FIRST_PASS = Variant("xkv", (("score", "defensive"),))
 
 
 def compared(model, inputs, policy, budget, options):
@@ -35,7 +38,7 @@ def layer_of(cache, i) -> bool:
     return cache.layers[i] in cache.compressed
 
 
-@cases("variant", EITHER, *EITHER[::12], ids=str)
+@cases("variant", [*EITHER, FIRST_PASS], *EITHER[::12], FIRST_PASS, ids=str)
 def test_replayed_cache_equals_own_pass(variant):
     model, inputs = make_model("llava-llama"), make_inputs("llava-llama", ROWS["padded"])
     own, replayed = compared(model, inputs, variant.policy, variant.budget, options_of(variant))
