@@ -5,13 +5,16 @@ Shape letters as in `mmkv.scores`. Derived values are computed only if a score r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from mmkv.tensors import send
 
 
 class Rotation(NamedTuple):
@@ -178,6 +181,12 @@ class LayerInputs:
     weight: Callable[[], Tensor] | None = None
     of_weight: Callable[[Callable[[Tensor], Tensor]], Tensor] | None = None
     head: Tensor | None = None
+
+    def sized(self, sizes: Sequence[float] | None) -> LayerInputs:
+        """Return these inputs with each row's `size`; None: no budget sets it."""
+        if sizes is None:
+            return self
+        return replace(self, size=send(np.array(sizes, np.float32), self.key.device))
 
     @property
     def attention(self) -> dict[str, Any]:

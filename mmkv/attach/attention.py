@@ -138,7 +138,6 @@ def run_mini_prefill(
     """
     cache = running.cache
     assert cache is not None
-    assert cache.prompt is not None
     running.collector = collector = _Collector(cache)
     try:
         with torch.no_grad():

@@ -18,7 +18,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +42,7 @@ from mmkv.cache.sizing import head_sizes, sizes_of_rows
 from mmkv.cache.state import CacheState
 from mmkv.decode.slots import plan as plan_slots
 from mmkv.layer_inputs import LayerInputs
-from mmkv.tensors import no_autocast, send
+from mmkv.tensors import no_autocast
 
 
 class CompressedCache(CacheState):
@@ -134,13 +133,11 @@ class CompressedCache(CacheState):
 
     def first_scores(self, layer: LayerInputs) -> Tensor:
         """Score a prompt's tokens in a pass before the layer sizes are known: [B, H or 1, N]."""
-        prompt, device = self.prompt, layer.key.device
+        prompt, reading = self.prompt, self.reading
         assert prompt is not None
-        layer = replace(layer, image=prompt.image.to(device))
-        sizes = self.plan.mean_sizes(prompt, len(self.compressed))
-        if sizes is not None:
-            layer = replace(layer, size=send(np.array(sizes, np.float32), device))
-        present = layer.valid if any(prompt.n_gaps) else None
+        assert reading is not None
+        layer = replace(layer, image=prompt.image.to(layer.key.device)).sized(reading.mean_sizes)
+        present = layer.valid if any(prompt.inner_padding) else None
         return importance(self.plan.policy, layer, prompt.windows, present)
 
     def set_sizes(self, scores: Sequence[Tensor]) -> None:

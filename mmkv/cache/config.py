@@ -247,7 +247,7 @@ class TokenMasks:
             than the policy's if a short row's budget is below the number of `pinned` tokens.
         n_pinned: the number of `pinned` tokens.
         n_protected: the number of protected tokens.
-        n_gaps: how much padding follows a row's first token, such as that of a later turn.
+        inner_padding: how many padding tokens follow a row's first token, such as in a later turn.
         granted: the share of the `pinned` tokens that the budget has room for, in [0, 1].
         ends_in_padding: whether the row ends in padding, so that it loses no token before the next
             chunk.
@@ -262,7 +262,7 @@ class TokenMasks:
     windows: list[int]
     n_pinned: list[int]
     n_protected: list[int]
-    n_gaps: list[int]
+    inner_padding: list[int]
     granted: list[float]
     ends_in_padding: list[bool]
 
@@ -311,7 +311,7 @@ class TokenMasks:
         counts = length[:, 0], pinned.sum(-1), protected.sum(-1), before_first
         columns = torch.stack([*counts, valid[:, -1].long()])
         lengths, n_pinned, n_protected, n_before, ends = columns.tolist()
-        n_gaps = [valid.shape[1] - n - m for n, m in zip(lengths, n_before, strict=True)]
+        inner_padding = [valid.shape[1] - n - m for n, m in zip(lengths, n_before, strict=True)]
         totals = [plan.total_kept(n_layers, n) for n in lengths]
         windows = [
             window
@@ -333,7 +333,7 @@ class TokenMasks:
         masks = valid, image, is_prompt, pinned, protected
         ends_in_padding = [end == 0 for end in ends]
         return cls(
-            *masks, lengths, windows, n_pinned, n_protected, n_gaps, granted, ends_in_padding
+            *masks, lengths, windows, n_pinned, n_protected, inner_padding, granted, ends_in_padding
         )
 
     def rows(self, batch: Tensor) -> TokenMasks:
@@ -365,7 +365,7 @@ class TokenMasks:
 
         Distances between the results so count tokens alone. Position -1 means no token.
         """
-        if not any(self.n_gaps):
+        if not any(self.inner_padding):
             return positions
         absent = (~self.valid).long().to(positions.device)
         after = absent.flip(-1).cumsum(-1).flip(-1) - absent
@@ -378,7 +378,7 @@ class TokenMasks:
 
         They are ascending, with -1 as filler before a row's first token.
         """
-        if not any(self.n_gaps):
+        if not any(self.inner_padding):
             return None
         T = self.valid.shape[1]
         positions = torch.arange(T, device=self.valid.device).expand_as(self.valid)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,7 +17,7 @@ from mmkv.cache.sizing import marked
 from mmkv.layer_inputs import LayerInputs, Rotary, rows_of
 from mmkv.merge.reference import ReferenceQueries
 from mmkv.policy import Policy
-from mmkv.tensors import send, tile
+from mmkv.tensors import tile
 
 # Largest number of mask elements at a time on a device, which then reads all keys.
 _MASK_TILE = 2**26
@@ -169,9 +168,7 @@ class PromptKV:
         layer, present = self._inputs(new), self._present(new)
         if not self.evicted and all(n == self.keys.shape[2] for n in prompt.lengths):
             layer = replace(layer, padded=False)
-        if mean_sizes is not None:
-            size = send(np.array(mean_sizes, np.float32), self.keys.device)
-            layer = replace(layer, size=size)
+        layer = layer.sized(mean_sizes)
         if policy.merge is not None and policy.merge.fit:
             self.reference = ReferenceQueries.of(layer, present, policy.merge.fit, policy.queries)
         if layer.query.shape[2] < self.keys.shape[2] and policy.window_size:
@@ -186,7 +183,7 @@ class PromptKV:
             present = present.repeat_interleave(self.keys.shape[1], dim=0)
         else:
             layer = replace(layer, image=image[:, 0])
-        apart = present if any(prompt.n_gaps) else None
+        apart = present if any(prompt.inner_padding) else None
         if policy.layers.needs == "measure":
             same = [0] * len(layer.key)
             measured = selection.by_parts(layer, same, apart, lambda _, x: _measured(policy, x))
@@ -210,7 +207,7 @@ class PromptKV:
             return
         layer, present = self._inputs(new), self._present(new)
         last = layer.query.shape[2] if policy.queries is None else policy.queries
-        if any(prompt.n_gaps):  # as many as hold the last ones of each row
+        if any(prompt.inner_padding):  # as many as hold the last ones of each row
             number = present.flip(-1).cumsum(-1)
             last = int((number < number[:, -1:].clamp(max=last)).sum(-1).max()) + 1
         self.tail = Tail(
