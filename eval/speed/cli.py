@@ -191,7 +191,7 @@ def plan_command(
     from mmkv.eval.speed.plan import Load, Sizes, plan
     from mmkv.loading.models import empty
     from mmkv.memory import Memory
-    from mmkv.planning import planned
+    from mmkv.planning import comparing, planned
     from mmkv.policy_options import default_budget, parse_options
     from mmkv.registry import get_policy
 
@@ -207,7 +207,10 @@ def plan_command(
     limit = max_positions(net) or 4096
     length = prompt or max(1, min(4096, limit - new))
     _warn_beyond(net, length + new)
-    config, _ = planned(net, adapters.find(net), chosen, size, profile=profile, kv_dtype=kv_dtype)
+    with comparing():
+        config, _ = planned(
+            net, adapters.find(net), chosen, size, profile=profile, kv_dtype=kv_dtype
+        )
     sizes = Sizes.of(net)
     load, card = Load(batch=batch, prompt=length, new=new), CARDS[gpu]
     plain = plan(sizes, load, card, CacheConfig(get_policy("full"), 1.0))
@@ -215,8 +218,8 @@ def plan_command(
     kept = None if chosen.keeps_all else budget or f"{config.budget:.3g}"
     name = " ".join(filter(None, (policy, kept, config.kv_dtype)))
     if isinstance(size, Memory) and not chosen.keeps_all:
-        kept = f"{'at least ' * config.waits_for_probe}{kept} of the tokens"
-        name = f"{policy}, memory {size}: {kept} in {config.kv_dtype or dtype}"
+        least = "at least " if config.waits_for_probe else ""
+        name = f"{policy}, memory {size}: {least}{kept} of the tokens in {config.kv_dtype or dtype}"
     cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
     rows = [(label, [*figures.values()]) for label, figures in cells.items()]
     title = (

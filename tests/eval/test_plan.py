@@ -121,6 +121,14 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     assert plain < padded < 1.15 * plain
 
 
+def test_a_plan_of_equal_heads_logs_no_notice(capsys, monkeypatch, caplog):
+    monkeypatch.setattr("mmkv.planning._logged_policies", set())
+    for size in (["--budget", 0.2], ["--memory", "16x"]):
+        words = ("plan", "llama-7b-2-layers-random", "--policy", "snapkv", *size)
+        assert run(capsys, *words)[1:] == ("", 0)
+    assert not caplog.records
+
+
 def test_plan_refuses_retention(capsys):
     words = ("plan", "llama-7b-2-layers-random", "--policy", "xkv", "--option", "retention=0.9")
     assert "plan a budget without retention" in complaint(capsys, *words)
