@@ -52,7 +52,7 @@ def main(name: str, budget: float, prompts: int = 16) -> None:
             sizes.append(N if share == 1 else N - int(rule.dropped(N, BLOCK)) * BLOCK)
         kept.append(sum(sizes) / len(sizes) / N)
         answers = forcing.replies(model, inputs, 64)
-        full, _ = forcing.log_probabilities(model, inputs, answers)
+        full = forcing.log_probabilities(model, inputs, answers)
         # The first token is pinned, and comes on top of what is in proportion to the scores.
         in_classes = profile([(x - 1) / N for x in sizes])
         for how, policy, scored in (

@@ -50,7 +50,7 @@ def main(name: str, prompts: int = 16) -> None:
             reply = [encoder.answer(sample)]
         else:
             reply = forcing.replies(model, inputs, sample.max_new_tokens)
-        full, _ = forcing.log_probabilities(model, inputs, reply)
+        full = forcing.log_probabilities(model, inputs, reply)
         with torch.no_grad():
             filled: Any = DynamicCache(config=model.config)
             out = model(**inputs, use_cache=True, past_key_values=filled, logits_to_keep=1)

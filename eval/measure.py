@@ -117,7 +117,7 @@ class Batch:
     @cached_property
     def full(self) -> list[Tensor]:
         """Return the full cache's distributions along the replies, from the unwrapped model."""
-        return log_probabilities(self.job.model, self.inputs, self.replies)[0]
+        return log_probabilities(self.job.model, self.inputs, self.replies)
 
     def context(
         self, variant: Variant, budget: float | int, captured: Capture | None

@@ -275,15 +275,15 @@ def weights_of(model: Any) -> str | None:
 
 
 def load_context(
-    path: str | os.PathLike[str] | nn.Module,
-    model: nn.Module | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    model: nn.Module,
     *,
     processor: Any = None,
 ) -> Context:
     """Read a context from a file that `Context.save` wrote.
 
     Args:
-        path: the file; no code in it is run. File and model may be given in either order.
+        path: the file; no code in it is run.
         model: the model that read it, wrapped in the same way.
         processor: as for `read`.
 
@@ -291,8 +291,6 @@ def load_context(
         ValueError: the file is no context, is damaged, or is of another model, policy or budget; or
             the model's heads are spread over processes. The message names the file.
     """
-    if isinstance(path, nn.Module):
-        path, model = model, path
     inner = unwrap_container(model)
     refuse_soft_prompt(model)
     if not isinstance(path, str | os.PathLike):

@@ -156,18 +156,16 @@ def score_answers(
 
 def log_probabilities(
     model: Any, inputs: Mapping[str, Tensor], answers: Sequence[Sequence[int]]
-) -> tuple[list[Tensor], int]:
+) -> list[Tensor]:
     """Return the log-probabilities of next tokens along answers, of a model that is not wrapped.
 
-    They are float32 [T, V] for each row, on the CPU, with T the answer's tokens. Also return the
-    bytes of the cache after the prefill.
+    They are float32 [T, V] for each row, on the CPU, with T the answer's tokens.
     """
-    padded, held_bytes, pieces = _padded(answers, inputs["input_ids"].device), 0, list[Tensor]()
-    for cache, logits in forced(model, inputs, padded[:, :-1]):
-        held_bytes = held_bytes or sum(map(nbytes, cache.layers))
+    padded, pieces = _padded(answers, inputs["input_ids"].device), list[Tensor]()
+    for _, logits in forced(model, inputs, padded[:, :-1]):
         pieces.append(logits.float().log_softmax(-1).cpu())
     log_p = [torch.cat([piece[row] for piece in pieces]) for row in range(len(answers))]
-    return [x[: len(answer)].clone() for x, answer in zip(log_p, answers, strict=True)], held_bytes
+    return [x[: len(answer)].clone() for x, answer in zip(log_p, answers, strict=True)]
 
 
 def divergence(log_p: Tensor, logits: Tensor) -> Tensor:
@@ -246,8 +244,4 @@ def checked_inputs(sample: Any, i: int, caller: str) -> Mapping[str, Any]:
 
 def drops_nothing(cache: Any) -> bool:
     """Whether decoding only adds to this cache, so that several tokens may be fed at once."""
-    plan = getattr(cache, "plan", None)  # transformers' own cache has none
-    if plan is None or plan.keeps_everything:
-        return True
-    policy = plan.policy
-    return policy.decode.name == "grow"
+    return not getattr(cache, "drops_tokens", False)  # transformers' own cache has no such property

@@ -64,7 +64,7 @@ class Profile:
             if self.fractions or self.budget is not None or len(of_heads) > 1:
                 others = [x for x in ("fractions", "budget") if getattr(self, x)]
                 raise ValueError(f"profile: it has {' and '.join(of_heads + others)}: give one")
-            self._check_heads()
+            self._check_heads(of_heads[0])
             return
         for layer, f in enumerate(self.fractions):
             if not 0 <= f <= 1:
@@ -74,17 +74,15 @@ class Profile:
         if self.budget is None or not 0 < self.budget <= 1:
             raise ValueError(f"profile: budget={self.budget!r}, expected a number in (0, 1]")
 
-    def _check_heads(self) -> None:
-        name, layers = ("visual", self.visual) if self.visual else ("retrieval", self.retrieval)
-        if layers is None:
-            return
+    def _check_heads(self, name: str) -> None:
+        layers = getattr(self, name)
         scores = [x for layer in layers for x in layer]
         if len({len(layer) for layer in layers}) != 1 or not scores:
             raise ValueError(f"profile: {name} needs as many heads in every layer, at least one")
-        most, among = (1, "in [0, 1]") if self.retrieval else (sys.float_info.max, "0 or more")
+        most, among = (1, "in [0, 1]") if name == "retrieval" else (sys.float_info.max, "0 or more")
         if not all(0 <= x <= most for x in scores):
             raise ValueError(f"profile: {name} scores must be numbers {among}, got {scores[:9]}")
-        if self.visual and not sum(scores):
+        if name == "visual" and not sum(scores):
             raise ValueError("profile: visual scores must not all be 0")
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -242,8 +242,7 @@ class Table:
         for i in columns:
             table.add_column(_text(self.columns[i]), justify="right", overflow="fold")
         for name, cells in self.rows:
-            # A row may have fewer cells: the others are left empty.
-            shown = (name, *(cells[i] for i in columns if i < len(cells)))
+            shown = (name, *(cells[i] for i in columns))
             table.add_row(*(_text(text.replace("**", "")) for text in shown))
         return table
 

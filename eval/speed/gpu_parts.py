@@ -127,6 +127,9 @@ def kernels(bench: Bench) -> None:
 # Of a code, and of a number of a key or a value.
 _BYTES = {"8 bits": 1, "4 bits": 0.5}
 
+# Calls in one graph whose replay is timed.
+_CALLS = 20
+
 
 def _coded(keys: Any, values: Any, bits: int) -> Any:
     """Return keys and values [R, U, D] as codes, with an exact first token and a full window."""
@@ -160,7 +163,7 @@ def _fused(backend: Any, q: Any, k: Any, v: Any, bias: Any = None) -> object:
         return scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], attn_mask=mask)
 
 
-def _graphed(call: Callable[[], object], times: int = 20) -> float:
+def _graphed(call: Callable[[], object]) -> float:
     """Return the median seconds of a call in a replayed graph."""
     import torch
 
@@ -172,7 +175,7 @@ def _graphed(call: Callable[[], object], times: int = 20) -> float:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(times):
+        for _ in range(_CALLS):
             call()
     measured: list[float] = []
     for _ in range(6):
@@ -181,7 +184,7 @@ def _graphed(call: Callable[[], object], times: int = 20) -> float:
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        measured.append(start.elapsed_time(end) / 1e3 / times)
+        measured.append(start.elapsed_time(end) / 1e3 / _CALLS)
     return statistics.median(measured[1:])
 
 

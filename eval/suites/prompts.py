@@ -84,5 +84,4 @@ def _conversation(entry: files.Entry) -> list[tuple[str, str]]:
     return turns
 
 
-_WANTS = "a .txt or .jsonl file of prompts"
-SUITE = Suite(load, words=(DOCUMENTATION,), wants=_WANTS)
+SUITE = Suite(load, words=(DOCUMENTATION,))

@@ -278,6 +278,4 @@ _READINGS = {
     "qa_hotpot": ("hotpot.json", "HotpotQA", _hotpot),
 }
 _OPTIONS = ("tasks", "length", "questions")
-SUITE = Suite(
-    load, note=NOTE, options=_OPTIONS, words=(files.NOVELS,), wants="a folder of .txt files"
-)
+SUITE = Suite(load, note=NOTE, options=_OPTIONS, words=(files.NOVELS,))

@@ -168,8 +168,7 @@ def log_hidden_replies(cache: CacheState, hidden: Tensor) -> None:
     has ended until the replies of all rows have.
     """
     plan = cache.plan
-    drops = cache.observes_replies or any(b.schedule.drops for b in cache.blocks)
-    if not drops or "hidden" in plan.logged:
+    if not cache.drops_tokens or "hidden" in plan.logged:
         return
     counts = (hidden & _generated(cache, hidden)).sum(-1).tolist()
     if any(counts):

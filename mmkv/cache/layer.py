@@ -348,11 +348,6 @@ class CompressedLayer(CacheLayerMixin):
         self.reply_queries = [(rows_of(x, batch), rows_of(rotary, batch)) for x, rotary in replies]
 
     @property
-    def blocks(self) -> Sequence[PaddedBlock] | None:
-        """The blocks of kept pairs; None before eviction."""
-        return self.state.blocks if isinstance(self.state, KeptKV) else None
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the storages of keys and values, and of queries stored for the next round."""
         kv_bytes = 0 if self.state is None else self.state.nbytes

@@ -47,11 +47,6 @@ class PlainKV:
         return PlainKV([[x.clone() for x in stores] for stores in self.blocks])
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The model's type."""
-        return self._pairs[0][0].dtype
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the storages."""
         return sum(x.untyped_storage().nbytes() for stores in self.blocks for x in stores)

@@ -102,6 +102,11 @@ class CacheState(Cache):
         return self.plan.policy.decode.every > 0 and not self.plan.keeps_everything
 
     @property
+    def drops_tokens(self) -> bool:
+        """Whether kept tokens are dropped while others are generated, in each step or in rounds."""
+        return self.observes_replies or any(b.schedule.drops for b in self.blocks)
+
+    @property
     def due(self) -> int:
         """How many tokens must be generated before the next round."""
         assert isinstance(self.phase, Decoding)

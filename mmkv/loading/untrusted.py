@@ -12,7 +12,6 @@ import threading
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ class PictureError(ValueError):
 
 
 def read_picture(
-    path: str | os.PathLike[str] | bytes,
+    path: str | os.PathLike[str],
     read: Callable[[Image.Image], T],
     *,
     most_pixels: int = MOST_PIXELS,
@@ -39,19 +38,15 @@ def read_picture(
     """Return the result of `read` for a picture's first frame, which is open but not decoded.
 
     Args:
-        path: a file's path, or its content.
+        path: a file's path.
         read: gets the open picture; its errors are raised as a `PictureError`.
         most_pixels: bound on the pixels that a header states.
         most_bytes: bound on the size of the file.
     """
-    if isinstance(path, bytes):
-        source, size = BytesIO(path), len(path)
-    else:
-        source = Path(path)
-        if not source.is_file():
-            raise PictureError("not a file" if source.exists() else "no such file")
-        size = source.stat().st_size
-    if size > most_bytes:
+    source = Path(path)
+    if not source.is_file():
+        raise PictureError("not a file" if source.exists() else "no such file")
+    if source.stat().st_size > most_bytes:
         raise PictureError(f"larger than {most_bytes / 2**20:g} MiB")
     try:
         with _strictly(), Image.open(source, formats=FORMATS) as picture:

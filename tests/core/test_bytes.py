@@ -48,7 +48,7 @@ def of_groups(cache) -> int:
     """Bytes of the groups' members and weights."""
     indices = [x.state.group_index for x in cache.layers]
     found = [None if x is None else x.planes for x in indices]
-    found += [b.log_weights for x in cache.layers for b in x.blocks]
+    found += [b.log_weights for x in cache.layers for b in x.keeping().blocks]
     return sum(x.untyped_storage().nbytes() for x in found if x is not None)
 
 

@@ -96,7 +96,7 @@ def test_own_calls_use_the_new_cache_name(monkeypatch):
     model, sample = make_model("llava-llama"), make_inputs("llava-llama", (90,))
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        full, _ = log_probabilities(model, sample, [[5, 6, 7]])
+        full = log_probabilities(model, sample, [[5, 6, 7]])
         for policy in ("prefixkv", "sparsemm"):
             mmkv.calibrate(model, [sample], policy)
         with mmkv.wrapped(model, "kvzip", 0.3, **short("kvzip")):

@@ -106,7 +106,7 @@ def test_token_written_over_a_group_weighs_1(models):
     assert 0 < left < len(before)
     assert (member[0, 0] >= 0).sum() == weights[0, 0].sum()
     for layer in cache.layers:
-        for block in layer.blocks:
+        for block in layer.keeping().blocks:
             held = block.positions >= 90
             assert not block.log_weights[held].any()
             assert held.any()
@@ -165,7 +165,7 @@ def test_group_has_the_accumulated_attention_of_its_tokens(models):
     model, inputs = models("llama"), make_inputs("llama", (90,))
     cache = prefilled(model, inputs, "h2o", 0.2, merge="groups")
     for layer in cache.layers:
-        for block in layer.blocks:
+        for block in layer.keeping().blocks:
             received = block.scores.masked_fill(block.positions < 0, 0.0).sum(-1)
             torch.testing.assert_close(received, torch.full_like(received, 90.0))
 

@@ -471,6 +471,8 @@ def test_refused_profiles(text_model, tmp_path):
             Profile(**given)
     shape = adapters.shape(text_model.config)
     for kind in ("visual", "retrieval"):
+        with pytest.raises(ValueError, match=f"{kind} needs as many heads in every layer"):
+            Profile(**{kind: ()})
         made = Profile(policy="sparsemm", model=shape, **{kind: ((0.1, 0.2),) * 3})
         made.save(tmp_path / "p.json")
         assert Profile.load(tmp_path / "p.json") == made

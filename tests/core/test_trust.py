@@ -189,13 +189,13 @@ class TestMasksOverThePast:
         model, inputs = models("llama"), make_inputs("llama", (60,))
         with mmkv.wrapped(model, "h2o", 0.5), torch.no_grad():
             cache = model(**inputs, use_cache=True).past_key_values
-            block = cache.compressed[0].blocks[0]
+            block = cache.compressed[0].keeping().blocks[0]
             before, at = block.scores.clone(), block.positions.clone()
             mask = torch.ones(1, 61, dtype=torch.long)
             mask[:, 20:58] = 0
             model(input_ids=torch.tensor([[9]]), attention_mask=mask, past_key_values=cache)
         hidden, old = (at >= 20) & (at < 58), (at >= 0) & (at < 60)
-        after = cache.compressed[0].blocks[0].scores[:, : at.shape[1]]
+        after = cache.compressed[0].keeping().blocks[0].scores[:, : at.shape[1]]
         assert hidden.any()
         assert torch.equal(after[hidden], before[hidden])
         assert (after[old & ~hidden] > before[old & ~hidden]).all()

@@ -12,6 +12,7 @@ from helpers.marks import cases, older_than
 from helpers.masking import fed, generate, recorded, seeing
 from helpers.models import IMAGE, make_inputs, make_model, next_turn
 from helpers.oracle import READING, options_of, short
+from mmkv.cache.layer import KeptKV
 from mmkv.calls import cache_in
 
 ROWS = (90, 66, 41)
@@ -147,7 +148,11 @@ def entering(model):
     def record(module, args, kwargs):
         layers = getattr(cache_in(kwargs), "compressed", [])
         held.append(
-            {i: x.keeping().kept().clone() for i, x in enumerate(layers) if x.blocks is not None}
+            {
+                i: x.keeping().kept().clone()
+                for i, x in enumerate(layers)
+                if isinstance(x.state, KeptKV)
+            }
         )
 
     decoder = model.get_decoder()

@@ -74,7 +74,7 @@ def test_wrong_number_of_answers_raises(model, inputs):
 @cases("policy", ["full", "snapkv", "h2o", "prefixkv", "streaming"], "full", "h2o")
 def test_figures_equal_definitions(model, inputs, policy):
     """Rows of several lengths at once, against each row alone by torch's own divergence."""
-    full, _ = log_probabilities(model, inputs, REPLIES)
+    full = log_probabilities(model, inputs, REPLIES)
     assert [x.shape[0] for x in full] == [5, 1, 8]
     options = {"window": 8} if policy == "snapkv" else {}
     with mmkv.wrapped(model, policy, 0.5, **options):
@@ -99,7 +99,7 @@ def test_figures_equal_definitions(model, inputs, policy):
 
 def test_after_a_context_all_tokens_are_compared(model, inputs):
     """Whole, a context's predictions are the prompt's; cut, they are others, the first one too."""
-    full, _ = log_probabilities(model, inputs, REPLIES)
+    full = log_probabilities(model, inputs, REPLIES)
     before, question = (
         {k: x[:, part] for k, x in inputs.items()} for part in (slice(-4), slice(-4, None))
     )

@@ -26,6 +26,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from helpers.few_bits import NEWEST, Row
 from mmkv.cache import compressed
 from mmkv.cache import evict as evicting
+from mmkv.cache.layer import CompressedLayer
 
 NEW = 6  # tokens generated at a time
 # By layer: the positions kept before a pass, pairs that were merged, and rows in few bits; for all:
@@ -356,7 +357,7 @@ def recorded(model):
         cache = output.past_key_values
         if cache.expects_prompt and not cache.plan.evict_chunks:
             return  # a chunk of a prompt: nothing is evicted yet
-        layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
+        layers = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
         held.append({i: held_by(cache, i) for i in layers})
 
     with model.register_forward_hook(record):

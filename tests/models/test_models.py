@@ -16,6 +16,7 @@ from helpers.masking import fed, generate, recorded, seeing
 from helpers.oracle import measured_similarity, prefilled, short
 from helpers.zoo import FEW, NAMES, OWN_DECODER, SUPPORTED, inputs_of, model_of
 from mmkv import chat
+from mmkv.cache.layer import CompressedLayer
 from mmkv.calls import cache_in, has_pictures, passing
 
 VISION = [name for name in NAMES if "Conditional" in name]
@@ -167,7 +168,7 @@ def test_image_and_video_tokens_compete(name):
     assert torch.equal(chat.image_mask(chat.Loaded(name, model, None), inputs), image[0])
     dropped = 0
     for i, layer in enumerate(cache.layers):
-        if not hasattr(layer, "blocks"):
+        if not isinstance(layer, CompressedLayer):
             continue
         for b in range(len(ids)):
             text = set((valid & ~image)[b].nonzero()[:, 0].tolist())
@@ -185,7 +186,7 @@ def test_mini_prefill_scores_the_compressed_layers(name):
     for allocation in ("mini-prefill", "one-pass"):
         options = {"allocation": allocation, **short("xkv")}
         cache = prefilled(model, inputs, "xkv", 0.4, **options)
-        layers = [i for i, x in enumerate(cache.layers) if hasattr(x, "blocks")]
+        layers = [i for i, x in enumerate(cache.layers) if isinstance(x, CompressedLayer)]
         kept.append([cache.kept(i) for i in layers])
         types = getattr(model.get_decoder().config, "layer_types", None) or []
         others = sum(kind != "full_attention" for kind in types)
@@ -237,7 +238,7 @@ def test_squeeze_compares_the_residual_stream(name):
         for hook in hooks:
             hook.remove()
     for i, layer in enumerate(cache.layers):
-        if hasattr(layer, "blocks"):
+        if isinstance(layer, CompressedLayer):
             expected = torch.cosine_similarity(before[i], after[i], dim=-1).mean()
             torch.testing.assert_close(found[i], expected[None], atol=1e-5, rtol=0)
 

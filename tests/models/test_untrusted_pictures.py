@@ -215,13 +215,3 @@ def test_server_refuses_oversized_upload():
         assert posted(21 * 2**20) == 413
         assert sorted(folder.rglob("a.png")) == there
     assert not folder.exists()
-
-
-def test_bytes_are_read_like_files():
-    raw = saved("PNG")
-    assert untrusted.read_picture(raw, untrusted.upright).size == (24, 16)
-    with pytest.raises(untrusted.PictureError, match="larger"):
-        untrusted.read_picture(raw, untrusted.upright, most_bytes=len(raw) - 1)
-    for broken in PICTURES.values():
-        with bounded(), pytest.raises(untrusted.PictureError):
-            untrusted.read_picture(broken, untrusted.upright)
