@@ -7,6 +7,7 @@ options of the policy.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from importlib import metadata
 from pathlib import Path
@@ -113,7 +114,15 @@ def parsed(given: Any) -> tuple[Policy, float]:
             f"mmkv: budget={budget}: in vLLM a budget is a share of the prompt, such as 0.2"
         )
     if not isinstance(given.get("probe", ""), str):
-        raise ValueError(f"mmkv: probe={given['probe']!r}: expected the path of a file")
+        raise ValueError(f"mmkv: probe={given['probe']!r}: expected the path of a file, as a text")
+    for option in given.keys() - _OWN:
+        try:
+            json.dumps(given[option])
+        except TypeError:
+            raise ValueError(
+                f"mmkv: {option}={given[option]!r}: expected a value of JSON, such as a text or a "
+                "number, as vLLM's processes get the options in JSON"
+            ) from None
     return policy, budget
 
 
@@ -181,13 +190,22 @@ def _check_engine(config: Any) -> None:
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
     for refused, what, remedy in (
         (config.speculative_config, "speculative decoding", "leave --speculative-config out"),
-        (config.kv_transfer_config, "a KV-transfer connector", "leave --kv-transfer-config out"),
+        (
+            config.kv_transfer_config,
+            "a KV-transfer connector",
+            "leave --kv-transfer-config and --kv-offloading-size out",
+        ),
         (
             getattr(config.kv_events_config, "enable_kv_cache_events", False),
             "KV cache events, which would announce prefixes that no request can hit,",
             "leave --kv-events-config out",
         ),
         (model.use_mla, "latent attention (MLA)", "serve this model without mmkv"),
+        (
+            model.is_mm_prefix_lm,
+            "tokens of pictures that attend to later ones (PaliGemma)",
+            "serve this model without mmkv",
+        ),
         (model.is_encoder_decoder, "cross-attention", "serve this model without mmkv"),
         (model.is_hybrid, "layers of linear attention", "serve this model without mmkv"),
         (model.uses_mrope, "positions of three axes (M-RoPE)", "serve this model without mmkv"),
@@ -201,6 +219,11 @@ def _check_engine(config: Any) -> None:
             any(getattr(parallel, x, 1) > 1 for x in sizes),
             "a model that is split over processes",
             "use --data-parallel-size",
+        ),
+        (
+            parallel.use_ubatching,
+            "batches that are split in two",
+            "leave --enable-dbo and --ubatch-size out",
         ),
         (
             cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
@@ -223,6 +246,11 @@ def _check_engine(config: Any) -> None:
             sliding and cache.enable_prefix_caching,
             "prefix caching of a model with sliding windows",
             "add --no-enable-prefix-caching",
+        ),
+        (
+            cache.enable_prefix_caching and cache.prefix_match_unit not in (None, cache.block_size),
+            f"prefixes that are matched in units of {cache.prefix_match_unit} tokens",
+            "leave --prefix-match-unit out",
         ),
         (
             kind not in _DECODERS,
@@ -261,7 +289,7 @@ def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) 
         unit, found = heads, equal_class(layers, heads, budget)
     if all(round(x.share, 6) == 1 for x in found):
         raise ValueError(f"mmkv: budget={budget:g} keeps everything: leave the mmkv options out")
-    classes = [[round(x.share, 6), [list(place) for place in x.heads]] for x in found]
+    classes = [[max(round(x.share, 6), 1e-6), [list(place) for place in x.heads]] for x in found]
     sizes = ", ".join(f"{len(x.heads)} heads keep {100 * x.share:.0f} %" for x in found)
     logger.info("mmkv: policy %s, budget %s: %s", policy.name, budget, sizes)
     if config.device_config.device_type != "cpu":

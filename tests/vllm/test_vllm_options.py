@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
+from vllm.config import ModelConfig
 from vllm_engines import BLOCK, HEADS, prompts
 
 from mmkv.profiles import Profile
+from mmkv.scores.window import WindowAttention
 from mmkv.sizes.profiled import proportional
 from mmkv.vllm import options, probes
 from mmkv.vllm.classes import CLASSES, classes_of
@@ -39,6 +41,10 @@ from mmkv.vllm.settings import Sizes
         ({"budget": 0.2, "policy": "h2o"}, "decode='fixed'"),
         ({"budget": 0.2, "policy": "defensive", "heads": "retrieval"}, "use heads='uniform'"),
         ({"budget": 0.2, "policy": "snapkv", "protect": "instruction"}, "protect is not supported"),
+        (
+            {"budget": 0.2, "policy": "snapkv", "score": WindowAttention()},
+            "expected a value of JSON",
+        ),
     ],
 )
 def test_bad_options_are_refused_by_name(given: Any, message: str) -> None:
@@ -66,7 +72,9 @@ def created(folder: Path, mmkv: Any, **more: Any) -> Any:
     return arguments.create_engine_config()
 
 
-def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path, tmp_path: Path) -> None:
+def test_an_engine_is_refused_before_its_model_is_loaded(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {"budget": 0.3, "probe": str(tiny / "probe.json")}
     speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     with pytest.raises(ValueError, match="budget=0: must be above 0"):
@@ -78,6 +86,14 @@ def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path, tmp_path: P
         created(tiny, given, kv_events_config=events)
     with pytest.raises(ValueError, match="split over processes: use --data-parallel-size"):
         created(tiny, given, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="split in two: leave --enable-dbo"):
+        created(tiny, given, ubatch_size=2, all2all_backend="deepep_low_latency")
+    with pytest.raises(ValueError, match="units of 16 tokens: leave --prefix-match-unit out"):
+        created(tiny, given, prefix_match_unit=16, block_size=BLOCK)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelConfig, "is_mm_prefix_lm", True)
+        with pytest.raises(ValueError, match=r"attend to later ones \(PaliGemma\): serve this"):
+            created(tiny, given)
     with pytest.raises(ValueError, match="leave --disable-hybrid-kv-cache-manager out"):
         created(tiny, given, disable_hybrid_kv_cache_manager=True)
     with pytest.raises(ValueError, match=r"transformers' implementation .*: leave --model-impl"):
@@ -97,6 +113,8 @@ def test_an_engine_is_refused_before_its_model_is_loaded(tiny: Path, tmp_path: P
     for share in (1.0, 0.9999999):
         with pytest.raises(ValueError, match="keeps everything: leave the mmkv options out"):
             created(tiny, {"budget": share, "heads": "uniform"})
+    few = created(tiny, {"budget": 1e-7, "heads": "uniform"}).additional_config["mmkv"]
+    assert few["classes"][0][0] == 1e-6
     with pytest.raises(ValueError, match="unknown option 'classes'"):
         created(tiny, given | {"classes": 5})
     for kind in ("fp8", "bfloat16"):
@@ -123,6 +141,10 @@ def test_a_missing_probe_says_how_to_make_one(tiny: Path, monkeypatch: Any, tmp_
     path.write_text((tiny / "probe.json").read_text())
     found = created(tiny, {"budget": 0.3}).additional_config["mmkv"]
     assert len(found["classes"]) == CLASSES
+    # Without a network vLLM names a hub model by the folder of its snapshot.
+    snapshot = tmp_path / "models--me--tiny" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    assert probes.path_of(str(snapshot)) == probes.path_of("me/tiny") != probes.path_of("me/other")
     Profile(retrieval=((0.5, 0.5),) * 4).save(path)
     with pytest.raises(ValueError, match="is no probe of this model, which has 4 layers of 4 KV"):
         created(tiny, {"budget": 0.3})
