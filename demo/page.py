@@ -286,6 +286,7 @@ def build(models: Models) -> gr.Blocks:
                 yield {earlier: views.earlier(talk.shown)}
                 for turn in talk.ask(inputs[question], settings, *([picture] if picture else [])):
                     if talk.closed:
+                        yield {newest: gr.skip()}  # Gradio sends the last output twice
                         return
                     yield {newest: views.newest([turn])}
                     if kept := turn.kept:

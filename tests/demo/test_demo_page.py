@@ -335,6 +335,19 @@ def test_stop_ends_the_answers(page):
     assert shows_red(page)
 
 
+def test_clear_during_an_answer_leaves_an_empty_page(page):
+    page.choose_example(0)
+    page.click("#settings button.label-wrap", 0)
+    page.set_number("input[type=number][aria-label*='Max new tokens']", 512)
+    page.ask("Describe the picture.")
+    page.until(lambda: page.text(".mm-full .mm-answer"), "the first word")
+    page.click("#clear")
+    page.until(lambda: page.all(".mm-empty"), "an empty page")
+    time.sleep(2)  # until the answer has ended
+    assert page.all(".mm-empty")
+    assert not page.all(".mm-turn")
+
+
 def test_two_tabs_at_once_keep_to_themselves(page, browser, server):
     questions = "How many objects are in the picture?", "What is at the top center?"
     first = browser.current_window_handle
@@ -369,10 +382,12 @@ def test_the_page_fits_and_every_control_has_a_name(browser, server):
 
     emulate("dark").save("demo-1280-dark.png")
     page = emulate("light")
+    of_main = [page.all("#main")[0].rect["width"]]
     page.choose_example(0)
     page.shorten_answers()
     page.ask("Describe the picture.")
     page.answered(1)
+    assert [page.all("#main")[0].rect["width"]] == of_main
     for width in (1280, 390):
         page.width(width)
         page.until(
