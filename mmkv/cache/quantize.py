@@ -248,7 +248,7 @@ class QuantizedKV:
         numbers.view(2, n, G, -1).mul_(self.steps[..., None])
         # An unused place of the window adds zeros to an exact pair.
         at, exact = self._first + self.exact_slots, self.exact.to(numbers.dtype)
-        numbers.transpose(0, 1).index_put_((at,), exact, accumulate=True)
+        numbers.index_add_(1, at.flatten(), exact.flatten(0, 1).transpose(0, 1))
         blocks = list[tuple[Tensor, Tensor]]()
         parts = zip(numbers.split_with_sizes(self._n_slots, 1), self.shapes, widths, strict=True)
         for x, (R, S), width in parts:
