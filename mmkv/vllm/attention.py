@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
-from mmkv.vllm.backend import Backend, Pages, Part
+from mmkv.vllm.backend import Backend, HeadPart, Pages
 from mmkv.vllm.blocks import SmallSpec, WholeSpec
 from mmkv.vllm.settings import Settings, Sizes
 
@@ -65,7 +65,7 @@ class SmallHeads(Paged, Attention):
         name = f"{prefix}.h{units[0][0]}"
         Attention.__init__(self, *args, prefix=name, attn_backend=Backend, **kwargs)
         self.sizes = settings.sizes[share]
-        self.settings, self.heads, self.parts = settings, (), list[Part]()
+        self.settings, self.heads, self.parts = settings, (), list[HeadPart]()
         for share, of_class in classes.items():
             units, first = list[Any](), len(self.heads)
             for unit in of_class:
@@ -73,7 +73,7 @@ class SmallHeads(Paged, Attention):
                 units.append(Unit(self, name, settings.sizes[share]) if self.heads else self)
                 self.heads += unit
             own = slice(first, len(self.heads))
-            self.parts.append(Part(self, self.heads[own], own, units))
+            self.parts.append(HeadPart(self, self.heads[own], own, units))
 
     def get_kv_cache_spec(self, vllm_config: Any) -> SmallSpec:
         """Return the spec of the first unit's pages."""

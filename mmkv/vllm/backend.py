@@ -55,7 +55,7 @@ class Pages(NamedTuple):
 
 
 @dataclass
-class Row:
+class PromptRow:
     """A request of which a step reads a part of the prompt, or several tokens after it."""
 
     index: int
@@ -68,14 +68,14 @@ class Row:
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """What all layers of one class do in a step.
 
     R rows have one token after their boundary, and read W blocks, of which some may not be theirs.
     """
 
     tokens: int
-    rows: list[Row]
+    rows: list[PromptRow]
     row: Tensor  # [R], indices of rows
     at: Tensor | slice  # [R], indices of their tokens; a slice if these are all tokens
     blocks: Tensor  # [R, W], indices into a row of the block table
@@ -88,7 +88,7 @@ class Plan:
 class Metadata:
     """A plan with the blocks of one KV cache group."""
 
-    plan: Plan
+    plan: StepPlan
     all_blocks: Tensor  # [requests, ...]
     table: Tensor  # [R * W]
     block: Tensor  # [tokens], where new pairs go
@@ -96,7 +96,7 @@ class Metadata:
 
 
 @dataclass(eq=False)
-class Part:
+class HeadPart:
     """The heads of a `SmallHeads` module that keep the same share of a prompt."""
 
     layer: Any
@@ -133,7 +133,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             step.built[key] = cm.block_table_tensor, self._blocks(plan, cm)
         return step.built[key][1]
 
-    def _plan(self, step: batch.Step, cm: Any) -> Plan:
+    def _plan(self, step: batch.StepBatch, cm: Any) -> StepPlan:
         size, number = self.kv_cache_spec.block_size, min(len(step.requests), cm.num_reqs)
         starts = cm.query_start_loc_cpu[: number + 1].numpy().astype(np.int64)
         until = cm.seq_lens_cpu_upper_bound[:number].numpy().astype(np.int64)
@@ -143,7 +143,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         single = (computed >= boundary) & (count == 1)
         fields = boundary, computed, until, starts, dropped
         rows = [
-            Row(i, step.requests[i], *(int(x[i]) for x in fields))
+            PromptRow(i, step.requests[i], *(int(x[i]) for x in fields))
             for i in np.flatnonzero(~single).tolist()
         ]
         drop, length = dropped[single], until[single] - dropped[single] * size
@@ -153,7 +153,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         width = -(-int((until - dropped * size)[single].max(initial=0)) // size)
         blocks, slots = (torch.arange(n, device=self.device) for n in (width, width * size))
         other = torch.zeros(len(row), width * size, device=self.device)
-        return Plan(
+        return StepPlan(
             tokens=int(starts[-1]),
             rows=rows,
             row=row,
@@ -170,7 +170,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             on_host = on_host.pin_memory()
         return on_host.to(self.device, non_blocking=True)
 
-    def _blocks(self, plan: Plan, cm: Any) -> Metadata:
+    def _blocks(self, plan: StepPlan, cm: Any) -> Metadata:
         size, table = self.kv_cache_spec.block_size, cm.block_table_tensor
         at = plan.blocks.clamp(max=table.shape[1] - 1)
         # A table is stale beyond a row's own blocks. Block 0 belongs to no request.
@@ -222,7 +222,7 @@ class Impl(AttentionImpl[Metadata]):
             self._part(part, units, *(x[:, part.own] for x in (query, pairs, out)))
         return output
 
-    def _part(self, part: Part, units: Any, query: Tensor, pairs: Tensor, out: Tensor) -> None:
+    def _part(self, part: HeadPart, units: Any, query: Tensor, pairs: Tensor, out: Tensor) -> None:
         """Write the new pairs of one class of heads, attend, and compress as `forward` does."""
         plan = units[0][1].plan
         for (pages, meta), of_unit in zip(units, pairs.chunk(len(units), 1), strict=True):
@@ -253,7 +253,7 @@ class Impl(AttentionImpl[Metadata]):
         return out.transpose(1, 2).flatten(0, 1).flatten(1, 2)
 
     def _row(
-        self, part: Part, units: Any, row: Row, query: Tensor, pairs: Tensor, out: Tensor
+        self, part: HeadPart, units: Any, row: PromptRow, query: Tensor, pairs: Tensor, out: Tensor
     ) -> None:
         """Attend from a row's tokens, and compress what is before its boundary once it is read."""
         b, size = row.boundary, units[0][0].pairs.shape[2]
@@ -281,12 +281,12 @@ class Impl(AttentionImpl[Metadata]):
             bias = bias.masked_fill(position > last, -torch.inf)[:, None].to(query.dtype)
             out[tokens] = attend(query[tokens], keys, values, self.scale, attn_mask=bias)
 
-    def _blocks(self, units: Any, row: Row, first: int, until: int, name: str) -> Tensor:
+    def _blocks(self, units: Any, row: PromptRow, first: int, until: int, name: str) -> Tensor:
         """Return what `_gathered` does of a row's blocks from `first` on, those up to a token."""
         stop = -(-until // units[0][0].pairs.shape[2])
         return self._gathered(units, [m.all_blocks[row.index, first:stop] for _, m in units], name)
 
-    def _remember(self, part: Part, row: Row, query: Tensor) -> None:
+    def _remember(self, part: HeadPart, row: PromptRow, query: Tensor) -> None:
         """Keep the queries of a chunk that the policy needs at the boundary."""
         last = part.layer.settings.queries
         kept = batch.seen[row.request][part.name]
@@ -296,7 +296,7 @@ class Impl(AttentionImpl[Metadata]):
             while len(kept) > 1 and sum(map(len, kept[1:])) >= last:
                 kept.pop(0)
 
-    def _compress(self, part: Part, units: Any, row: Row) -> None:
+    def _compress(self, part: HeadPart, units: Any, row: PromptRow) -> None:
         b, size, policy = row.boundary, units[0][0].pairs.shape[2], part.layer.settings.policy
         first = row.dropped * size
         keys, values = self._blocks(units, row, 0, b, "pairs")[:, :b].chunk(2, -1)

@@ -20,7 +20,7 @@ _OUTPUTS = ("o_proj", "dense", "out_proj")
 
 
 @dataclass
-class Step:
+class StepBatch:
     """The batch of a step, in the order of its rows; without rows in dummy runs."""
 
     requests: list[str] = field(default_factory=list[str])
@@ -29,7 +29,7 @@ class Step:
     built: dict[Any, Any] = field(default_factory=dict[Any, Any])  # what builders share
 
 
-step = Step()
+step = StepBatch()
 # Queries [tokens, heads, D] of prompts that are being read, by request and layer.
 seen: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
 _boundaries: dict[str, int] = {}
@@ -124,7 +124,7 @@ def register() -> None:
             return build(self, *args, **kwargs)
         names = list(self.input_batch.req_ids)
         boundaries = np.array([_boundaries[x] for x in names], np.int64)
-        step, _runner = Step(names, boundaries), self
+        step, _runner = StepBatch(names, boundaries), self
         return build(self, *args, **kwargs)
 
     @functools.wraps(reload)

@@ -113,6 +113,6 @@ def _rotary(x: Prompt) -> TableRotary | None:
     return TableRotary(cos[None, own], sin[None, own], cos, interleaved, (cos[N:], sin[N:]))
 
 
-def equal(policy: Policy) -> Policy:
+def with_equal_sizes(policy: Policy) -> Policy:
     """Return the policy with equal heads and layers, as its module's heads all keep as much."""
     return replace(policy, heads=UniformHeads(), layers=UniformLayers(), least=0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from mmkv.policy import Policy
 from mmkv.registry import get_policy, load_plugin
-from mmkv.vllm.compress import equal
+from mmkv.vllm.compress import with_equal_sizes
 
 # The largest share of a prompt that may follow a reused prefix. If more follows, the prompt is read
 # and compressed from its start.
@@ -97,11 +97,11 @@ class Settings:
         """Return the settings of an engine, or None if the plugin is off."""
         extra = vllm_config.additional_config
         given = extra.get("mmkv") if isinstance(extra, dict) else None
-        return None if given is None else settings(json.dumps(given))
+        return None if given is None else parse_resolved(json.dumps(given))
 
 
 @functools.lru_cache(maxsize=4)
-def settings(text: str) -> Settings:
+def parse_resolved(text: str) -> Settings:
     """Return the settings of options that `options.resolved` made, as JSON."""
     given = json.loads(text)
     for file in given["plugins"]:
@@ -122,7 +122,7 @@ def settings(text: str) -> Settings:
         for share, _ in given["classes"]
         if share < 1
     }
-    return Settings(equal(policy), dict(classes), unit, sizes)
+    return Settings(with_equal_sizes(policy), dict(classes), unit, sizes)
 
 
 def last_boundary(tokens: int, block: int) -> int:

@@ -17,8 +17,8 @@ from helpers.configs import CONFIGS
 from helpers.marks import cases
 from helpers.models import make_inputs
 from mmkv.vllm import options
-from mmkv.vllm.compress import Prompt, compress, equal
-from mmkv.vllm.settings import Settings, settings
+from mmkv.vllm.compress import Prompt, compress, with_equal_sizes
+from mmkv.vllm.settings import Settings, parse_resolved
 
 N, M, HEADS = 300, 90, 4
 GROW, EQUAL, PROBED = {"decode": "grow"}, {"heads": "uniform"}, {"heads": "retrieval"}
@@ -95,7 +95,7 @@ def resolved(name: str, given: dict[str, Any]) -> Settings:
     policy, budget = options.parsed({"policy": name, "budget": 0.3, **given})
     heads = [[0.3, [[i, h] for i in range(3) for h in range(HEADS)]]]
     more = {"plugins": [], "options": given, "budget": budget, "unit": 1, "classes": heads}
-    return settings(json.dumps({"policy": policy.name, **more}))
+    return parse_resolved(json.dumps({"policy": policy.name, **more}))
 
 
 def in_order(pairs: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def test_pairs_kept_are_those_of_wrap(
     found = resolved(name, given)
     rope = model.get_decoder().rotary_emb
     cos, sin = (x[0] for x in rope(torch.zeros(1), torch.arange(3 * N)[None]))
-    policy = equal(options.parsed({"policy": name, "budget": 0.3, **given})[0])
+    policy = with_equal_sizes(options.parsed({"policy": name, "budget": 0.3, **given})[0])
     with mmkv.wrapped(model, policy, M), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
     for i, (module, query, keys, values) in enumerate(layers):

@@ -132,7 +132,7 @@ def test_parts_of_two_states_are_never_found_together(ask: Any) -> None:
     assert ask(ids, last(ids))[1] == 0
 
 
-def test_salts_are_apart(ask: Any) -> None:
+def test_prompts_of_other_cache_salts_do_not_hit(ask: Any) -> None:
     (ids,) = prompts(300, seed=11)
     requests = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in ("a", "b", "a")]
     cached = [
