@@ -11,8 +11,8 @@ import typer
 
 from mmkv import names
 from mmkv.budgets import note, parse_list
+from mmkv.cli_options import check_alone, checked
 from mmkv.memory import Memory
-from mmkv.options import check_alone, checked
 from mmkv.terminal import say
 
 MEMORY = ("1/2", "1/4", "1/8", "1/16", "1/32")  # shares of bytes that a check measures by default

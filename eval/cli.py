@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from mmkv.cli_options import DeviceOption, DtypeOption, ModelOption, PluginOption, checked, one_of
 from mmkv.loading.names import DEFAULT_MODEL, SMOLLM2
-from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption, checked, one_of
 from mmkv.terminal import Table, check_place, console, say, show_errors
 
 from . import arguments

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mmkv.budgets import DEFAULT
+from mmkv.cli_options import DeviceOption, DtypeOption, ModelOption, PluginOption, checked
 from mmkv.loading.names import DEFAULT_MODEL
-from mmkv.options import DeviceOption, DtypeOption, ModelOption, PluginOption, checked
 from mmkv.terminal import check_place, show_errors
 
 from . import arguments

@@ -13,19 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv import options
+from mmkv import cli_options
 from mmkv.budgets import DEFAULT
-from mmkv.eval.arguments import (
-    BudgetsOption,
-    MemoryOption,
-    budget_list,
-    check_variants,
-    commands,
-    split,
-)
-from mmkv.eval.speed.cards import CARDS
-from mmkv.loading.names import DTYPES, NAMES, SMOLLM2, file_of
-from mmkv.options import (
+from mmkv.cli_options import (
     MODELS,
     BudgetOption,
     DeviceOption,
@@ -38,6 +28,16 @@ from mmkv.options import (
     checked,
     one_of,
 )
+from mmkv.eval.arguments import (
+    BudgetsOption,
+    MemoryOption,
+    budget_list,
+    check_variants,
+    commands,
+    split,
+)
+from mmkv.eval.speed.cards import CARDS
+from mmkv.loading.names import DTYPES, NAMES, SMOLLM2, file_of
 from mmkv.terminal import Table, check_place, console, say, show_errors, tell
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def plan_command(
     new: Annotated[int, typer.Option(min=1, help="Tokens generated.")] = 256,
     policy: PolicyName = "condense",
     budget: BudgetOption = None,
-    memory: options.MemoryOption = None,
+    memory: cli_options.MemoryOption = None,
     option: PairsOption = None,
     plugin: PluginOption = None,
     profile: ProfileOption = None,
@@ -180,7 +180,7 @@ def plan_command(
     Times are lower bounds by a card's published speed; real ones are longer. Only the config is
     read, no weights.
     """
-    given = options.size_of(budget, memory, kv_dtype)
+    given = cli_options.size_of(budget, memory, kv_dtype)
 
     import torch
 
@@ -191,7 +191,7 @@ def plan_command(
     from mmkv.eval.speed.plan import Load, Sizes, plan
     from mmkv.loading.models import empty
     from mmkv.memory import Memory
-    from mmkv.planning import comparing, planned
+    from mmkv.planning import comparing, make_plan
     from mmkv.policy_options import default_budget, parse_options
     from mmkv.registry import get_policy
 
@@ -208,7 +208,7 @@ def plan_command(
     length = prompt or max(1, min(4096, limit - new))
     _warn_beyond(net, length + new)
     with comparing():
-        config, _ = planned(
+        config, _ = make_plan(
             net, adapters.find(net), chosen, size, profile=profile, kv_dtype=kv_dtype
         )
     sizes = Sizes.of(net)

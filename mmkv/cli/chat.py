@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mmkv import options as cli_options
+from mmkv import cli_options
 from mmkv.loading.names import DEFAULT_MODEL
 from mmkv.terminal import check_place, console, install_hint, say, show_errors, write
 

@@ -11,9 +11,9 @@ import typer
 
 from mmkv.cli.chat import chat
 from mmkv.cli.serve import SETTINGS, probe, serve
+from mmkv.cli_options import MODELS, DeviceOption, DtypeOption, PluginOption, checked
 from mmkv.eval.sizing import commands as evaluation
 from mmkv.loading.names import DEFAULT_MODEL, file_of
-from mmkv.options import MODELS, DeviceOption, DtypeOption, PluginOption, checked
 from mmkv.terminal import console, show_errors, show_warnings
 
 app = typer.Typer(

@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 
 from mmkv import budgets
+from mmkv.cli_options import PairsOption, PluginOption, PolicyName, checked
 from mmkv.loading.names import SMOLLM2, SMOLLM2_VISION, file_of
 from mmkv.memory import Memory
-from mmkv.options import PairsOption, PluginOption, PolicyName, checked
 from mmkv.terminal import show_errors, tell
 
 # All options of vLLM's that follow are passed on.

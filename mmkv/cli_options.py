@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from mmkv import budgets, names
-from mmkv.loading import names as models
+from mmkv.loading.names import DTYPES, file_of
 from mmkv.memory import BITS, Memory
 from mmkv.terminal import show_errors
 
@@ -86,13 +86,11 @@ def check_alone(memory: str | None, **others: str | None) -> None:
 
 
 MODELS = "smollm2-vision, smollm2, a folder, a .gguf file, or an id that transformers loads"
-ModelOption = Annotated[str, typer.Option(help=f"{MODELS}.", callback=checked(models.file_of))]
+ModelOption = Annotated[str, typer.Option(help=f"{MODELS}.", callback=checked(file_of))]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 DtypeOption = Annotated[
     str,
-    typer.Option(
-        help="auto, float32, bfloat16 or float16.", callback=one_of("dtype", models.DTYPES)
-    ),
+    typer.Option(help="auto, float32, bfloat16 or float16.", callback=one_of("dtype", DTYPES)),
 ]
 PluginOption = Annotated[
     list[Path] | None,
