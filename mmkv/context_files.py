@@ -278,7 +278,7 @@ def _plan(plan: CacheConfig) -> dict[str, Any]:
     """Return policy, options, budget and dtype as plain JSON values."""
     fields = {"policy": plan.policy.name, **plan.policy.flat()}
     fields |= {"budget": plan.budget, "kv_dtype": plan.kv_dtype}
-    fields |= {} if plan.memory is None else {"memory": float(plan.memory.memory)}
+    fields |= {} if plan.allotment is None else {"memory": float(plan.allotment.memory)}
     fields |= {} if plan.table is None else {"table": asdict(plan.table)}
     return json.loads(json.dumps(fields, default=str))
 

@@ -263,7 +263,7 @@ class LayerInputs:
         )
         return changed, order
 
-    def by_head(self, valid: Tensor, image: Tensor) -> LayerInputs:
+    def heads_as_rows(self, valid: Tensor, image: Tensor) -> LayerInputs:
         """Return each key-value head as a row, with its own `valid` and `image` [B, H, N]."""
         B, H = self.key.shape[:2]
         device = self.key.device

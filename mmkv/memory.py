@@ -71,31 +71,31 @@ class Allotment:
     Attributes:
         memory: the share.
         kv_dtype: the type of kept pairs; None: the model's.
-        full: bytes of a pair in the model's type.
-        slot: bytes of a slot: a pair, and the weight of a group.
-        run: tokens of a run inside which groups are made; 0: no groups are stored.
-        once: bytes that a head needs once: for its mean key and exact first tokens.
-        whole: whether all tokens fit.
-        empty: empty slots for each kept pair.
+        full_pair_bytes: bytes of a pair in the model's type.
+        slot_bytes: bytes of a slot: a pair, and the weight of a group.
+        group_run: tokens of a run inside which groups are made; 0: no groups are stored.
+        fixed_bytes: bytes that a head needs once, for its mean key and exact first tokens.
+        keeps_all: whether all tokens fit.
+        empty_share: empty slots for each kept pair.
     """
 
     memory: Memory
     kv_dtype: str | None
-    full: int
-    slot: int
-    run: int
-    once: int
-    whole: bool
-    empty: float = 0.0
+    full_pair_bytes: int
+    slot_bytes: int
+    group_run: int
+    fixed_bytes: int
+    keeps_all: bool
+    empty_share: float = 0.0
 
     def budget(self, length: int = USUAL) -> float:
         """Return the share of a prompt's tokens that fit, in [0, 1]."""
-        if self.whole:
+        if self.keeps_all:
             return 1.0
-        slot = self.slot * (1 + self.empty)
-        per_token = self.memory * self.full - self.once / length
+        slot = self.slot_bytes * (1 + self.empty_share)
+        per_token = self.memory * self.full_pair_bytes - self.fixed_bytes / length
         most = min(1.0, max(0.0, per_token / slot))
-        index = index_bytes(self.run, most) if self.run else 0
+        index = index_bytes(self.group_run, most) if self.group_run else 0
         return min(1.0, max(0.0, (per_token - index) / slot))
 
 
@@ -141,7 +141,7 @@ def allot(
     numbers = 2 * head_dim
     full = itemsize * numbers
     if memory == 1:
-        return Allotment(memory, None, full, full, 0, 0, True)
+        return Allotment(memory, None, full, full, 0, 0, keeps_all=True)
     # float32 or wider; a slot number of 8 bytes for each exact pair.
     once = max(4, itemsize) * head_dim + first * (full + 8)
     groups = numbers // group(head_dim)
@@ -163,9 +163,9 @@ def allot(
                 f"which need {least:.1%} in 4 bits: give more, or use another policy"
             )
     if fits(kv_dtype):
-        return Allotment(memory, kv_dtype, full, slot(kv_dtype), 0, once, True)
+        return Allotment(memory, kv_dtype, full, slot(kv_dtype), 0, once, keeps_all=True)
     weight = WEIGHT if run else 0
-    found = Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, run, once, False)
+    found = Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, run, once, keeps_all=False)
     if found.budget() * USUAL < 1:
         raise ValueError(
             f"memory={float(memory):.3g} is too little for one of {USUAL:,} tokens: give more"

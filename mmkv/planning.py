@@ -1,6 +1,6 @@
 """The plan of a wrap: policy, budget, profile and model, checked before the model is changed.
 
-`planned` makes the `CacheConfig` that all caches of the wrapped model share.
+`make_plan` makes the `CacheConfig` that all caches of the wrapped model share.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _logged_policies = set[str]()
 _comparing = ContextVar("mmkv_comparing", default=False)
 
 
-def planned(
+def make_plan(
     model: Any,
     parts: adapters.Adapter,
     chosen: Policy,

@@ -72,7 +72,7 @@ def measure(
                 with_reply[name] = pad(x, (0, len(reply)), value=int("attention_mask" in name))
         with_reply["input_ids"] = torch.cat([ids, reply[None]], dim=1)
         with wrapped(model, uniform, 1.0), torch.no_grad():
-            counted = _Hits(attachment_of(model).compressed, regions)
+            counted = _Hits(attachment_of(model).compressed_layers, regions)
             with collecting(counted):
                 unwrapped(**with_reply, use_cache=False)
         hits.append(torch.stack(counted.hits))

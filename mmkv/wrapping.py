@@ -19,7 +19,7 @@ from mmkv.attach.attachment import Attachment, attachment_of
 from mmkv.attach.copy_probe import measure
 from mmkv.calls import unwrap_container
 from mmkv.memory import Memory
-from mmkv.planning import planned
+from mmkv.planning import make_plan
 from mmkv.policy import Policy
 from mmkv.registry import get_policy
 
@@ -95,7 +95,7 @@ def wrap(
         budget = Memory.of(memory)
     parts = adapters.find(outer)
     _check_decoder(parts, kind)
-    plan, compressed = planned(
+    plan, compressed = make_plan(
         model,
         parts,
         chosen,

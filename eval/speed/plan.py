@@ -160,7 +160,9 @@ def plan(sizes: Sizes, load: Load, card: Card, config: CacheConfig) -> Plan:
     share = held(config, load.prompt, 0, len(full) or 1) / load.prompt
     empty = empty_slots(config, load.prompt)
     if empty is None:  # heads' sizes are unknown; a budget in bytes leaves room for empty slots
-        empty = 0.0 if config.memory is None else config.memory.empty * share * load.prompt
+        empty = (
+            0.0 if config.allotment is None else config.allotment.empty_share * share * load.prompt
+        )
     merge = policy.merge if share < 1 else None
     groups = isinstance(merge, MergeIntoGroups)
     index = index_bytes(merge.group_run, share) * load.prompt if groups else 0.0

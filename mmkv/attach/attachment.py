@@ -27,7 +27,7 @@ from mmkv.cache.config import CacheConfig
 from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks, unwrap_container
 from mmkv.decode.victims import Fixed, LeastAttended
 
-_remembering = threading.Lock()
+_recording = threading.Lock()
 # The generation config of the latest call, a copy of its own, which takes the position offset of
 # text after pictures to the cache: a streamer may call `generate` before the cache is made.
 _latest_config: ContextVar[Any] = ContextVar("mmkv_generation_config", default=None)
@@ -50,32 +50,37 @@ class Attachment:
         parts: its decoder, layers and attention modules.
         plan: policy, budget and profile; for the model's type, and with the copy probe's head
             sizes, once it is complete.
-        compressed: the layers that are compressed.
+        compressed_layers: the indices of the compressed layers.
     """
 
     def __init__(
-        self, model: nn.Module, parts: Adapter, plan: CacheConfig, compressed: tuple[int, ...]
+        self,
+        model: nn.Module,
+        parts: Adapter,
+        plan: CacheConfig,
+        compressed_layers: tuple[int, ...],
     ) -> None:
-        self.model, self.parts, self.plan, self.compressed = model, parts, plan, compressed
+        self.model, self.parts, self.plan = model, parts, plan
+        self.compressed_layers = compressed_layers
         self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        self._remembers = False
+        self._records_inputs = False
 
     def complete_plan(self) -> None:
         """Adapt the plan to the model's present type; run the copy probe if head sizes need it.
 
         The probe runs once, as soon as the model can run.
         """
-        if self.plan.memory is not None:
-            _, head_dim = self.parts.pair_shape(self.compressed[0])
+        if self.plan.allotment is not None:
+            _, head_dim = self.parts.pair_shape(self.compressed_layers[0])
             self.plan = for_type(self.plan, self.parts.dtype.itemsize, head_dim)
         if self.plan.waits_for_probe:
             self.plan = copy_probe.completed(self, self.plan)
 
-    def remember_inputs(self) -> None:
+    def record_attention_inputs(self) -> None:
         """Record the inputs of attention modules in all later passes that repeat a prompt."""
-        with _remembering:
-            if not self._remembers:
-                self._remembers = True
+        with _recording:
+            if not self._records_inputs:
+                self._records_inputs = True
                 for module in self.parts.attentions:
                     self._hook(module, "register_forward_pre_hook", hooks.before_repetition)
 
@@ -132,13 +137,13 @@ class Attachment:
             self._hook(rotary, "register_forward_pre_hook", longrope.before_rotary)
             self._hook(rotary, "register_forward_hook", longrope.after_rotary)
         if self.plan.policy.uses_rotary:
-            for i in self.compressed:
+            for i in self.compressed_layers:
                 attn = parts.attentions[i]
                 self._hook(attn, "register_forward_pre_hook", partial(hooks.before_attention, i))
         # A plan in bytes that keeps everything may keep less once the model is cast.
-        compares = self.plan.needs_all_layers or self.plan.memory is not None
+        compares = self.plan.needs_all_layers or self.plan.allotment is not None
         if compares and self.plan.policy.layers.needs == "similarity":
-            for i in self.compressed:
+            for i in self.compressed_layers:
                 layer, attn = parts.layers[i], parts.attentions[i]
                 self._hook(layer, "register_forward_pre_hook", partial(hooks.before_layer, i))
                 self._hook(attn, "register_forward_hook", partial(hooks.after_attention, i))
@@ -333,11 +338,11 @@ def prepare_inputs(
     inputs: Any = kind.prepare_inputs_for_generation(model, ids, *args, **kwargs)
     tokens = inputs.get("input_ids")
     if isinstance(cache, CompressedCache) and tokens is not None:
-        cache.remember(ids, cache.get_seq_length() + tokens.shape[1])
+        cache.record_ids(ids, cache.get_seq_length() + tokens.shape[1])
     hooks.generated_mask.set(inputs.get("attention_mask"))
     return inputs
 
 
 def refuse_batching(*args: Any, **kwargs: Any) -> None:
-    """Replace `generate_batch`: refuse it."""
+    """Refuse continuous batching; it replaces the model's methods that begin it."""
     raise ValueError("continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first")

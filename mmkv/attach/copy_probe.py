@@ -94,7 +94,7 @@ def measure(attachment: Attachment) -> Profile:
             "heads='uniform'"
         )
     nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-    copies = _Copies(length, dict.fromkeys(attachment.compressed, nothing))
+    copies = _Copies(length, dict.fromkeys(attachment.compressed_layers, nothing))
     decoder: Any = parts.decoder
     with collecting(copies), torch.no_grad():
         decoder.forward(input_ids=ids, use_cache=False)
@@ -119,7 +119,9 @@ def cached(attachment: Attachment) -> Profile:
     if path.is_file():
         with suppress(ValueError):  # the file is damaged: measure again
             saved, shape = Profile.load(path), adapters.shape(attachment.parts.config)
-            if saved.model == shape and len(saved.retrieval or ()) == len(attachment.compressed):
+            if saved.model == shape and len(saved.retrieval or ()) == len(
+                attachment.compressed_layers
+            ):
                 return saved
     profile = measure(attachment)
     try:
@@ -140,7 +142,7 @@ def completed(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
     try:
         scores = cached(attachment).retrieval
         assert scores is not None
-        table = by_copying(plan.policy, scores, attachment.compressed)
+        table = by_copying(plan.policy, scores, attachment.compressed_layers)
     except ValueError as error:
         logger.warning("%s", error)
         table = None

@@ -51,7 +51,7 @@ _failed: list[Any] = []
 def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
     """Return why `generate` with this config should not replay its steps; None if it should."""
     if not isinstance(cache, CompressedCache):
-        return "the cache is none of ours"
+        return "the cache is not a CompressedCache"
     if not cache.plan.graph:
         return "graph=False"
     device: torch.device = next(model.parameters()).device
@@ -109,9 +109,10 @@ class Runner:
 
     def _on_device(self, cache: CompressedCache, inputs: dict[str, Any]) -> Any:
         if self.graph_inputs is None:
-            place = cache.blocks[0].positions.new_zeros(())
-            row, in_window = (place.new_zeros(1, dtype=torch.int64) for _ in range(2))
-            self.graph_inputs = cache.graph_inputs = GraphInputs(row, place, in_window)
+            position = cache.blocks[0].positions.new_zeros(())
+            row, place = (position.new_zeros(1, dtype=torch.int64) for _ in range(2))
+            self.graph_inputs = GraphInputs(row=row, position=position, place=place)
+            cache.graph_inputs = self.graph_inputs
         if cache.graph_inputs is not self.graph_inputs:
             raise NotCapturableError("the cache was changed between two steps")
         self._take(inputs)
@@ -120,11 +121,11 @@ class Runner:
             _reserve(cache, self.ahead)
             self.ahead *= 2
         self.graph_inputs.row.fill_(step_of(cache.blocks))  # fills do not wait for the device
-        self.graph_inputs.position.fill_(position := cache.get_seq_length())
+        self.graph_inputs.position.fill_(seen := cache.get_seq_length())
         with outside_inference_mode():
             for layer in cache.compressed:
-                layer.keeping().stored.make_room(position)
-        self.graph_inputs.place.fill_(cache.compressed[0].keeping().stored.place_of(position))
+                layer.keeping().stored.make_room(seen)
+        self.graph_inputs.place.fill_(cache.compressed[0].keeping().stored.place_of(seen))
         if not self.warm:
             with refusing_waits(), _undone(cache, always=False):
                 out = self._step(cache)
@@ -154,7 +155,7 @@ class Runner:
     def _take(self, inputs: dict[str, Any]) -> None:
         """Copy the step's inputs to the tensors that the graph reads."""
         if not isinstance(inputs.get("position_ids"), Tensor):
-            raise NotCapturableError("the model is not told the positions")
+            raise NotCapturableError("the call has no position_ids")
         # A step attends to all kept tokens, so its mask, whose shape would grow, is not needed.
         inputs = {**inputs, "attention_mask": None}
         if not self.inputs:

@@ -155,7 +155,7 @@ def _begin_prompt(
     if cache.begin(running, valid, earlier, image):
         cache.set_sizes(attention.run_mini_prefill(running, attachment.parts.decoder, kwargs))
     if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
-        cache.remember(running.ids, seen + tokens.shape[1])
+        cache.record_ids(running.ids, seen + tokens.shape[1])
 
 
 def _begin_step(cache: CompressedCache, running: ForwardPass, mask: Any, tokens: Tensor) -> None:
@@ -166,7 +166,7 @@ def _begin_step(cache: CompressedCache, running: ForwardPass, mask: Any, tokens:
     cache.step(running, _mask(mask, tokens, seen) if needs_mask else None, q)
     fed = not (running.generating or cache.in_graph)  # by a caller's own loop
     if fed and cache.short_positions is not None and running.ids is not None:
-        cache.remember(running.ids, seen + q)  # they may have to be read again
+        cache.record_ids(running.ids, seen + q)  # they may have to be read again
 
 
 @torch.compiler.disable

@@ -76,7 +76,7 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
         kwargs |= {"input_ids": None, "attention_mask": None, "use_cache": False}
         kwargs.pop("cache_position", None)
         if cache.plan.policy.score.outputs:  # type: ignore[attr-defined]
-            attachment.remember_inputs()
+            attachment.record_attention_inputs()
         running.valid, running.causal = None, True
         try:
             for tokens, present, piece, places in _pieces(decoder, cache, embeds, positions):
@@ -150,7 +150,7 @@ class _Repeater:
     cache: CompressedCache
     tokens: Tensor  # of the piece, see `_pieces`
     present: Tensor
-    # [B, R, hidden], the input of this layer's attention, if `remember_inputs` records it.
+    # [B, R, hidden], the input of this layer's attention, if `record_attention_inputs` records it.
     hidden: Tensor | None = None
 
     def add(self, new: LayerInputs) -> Tensor:

@@ -28,15 +28,15 @@ def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) ->
         run=merge.group_run if isinstance(merge, MergeIntoGroups) else 0,
         keeps_all=policy.keeps_all,
     )
-    plan = replace(plan, kv_dtype=allotment.kv_dtype, memory=allotment)
+    plan = replace(plan, kv_dtype=allotment.kv_dtype, allotment=allotment)
     return for_heads(replace(plan, budget=allotment.budget()))
 
 
 def for_type(plan: CacheConfig, itemsize: int, head_dim: int) -> CacheConfig:
     """Return a plan in bytes for a model that was cast to another type since, see `allotted`."""
-    if plan.memory is None or plan.memory.full == 2 * head_dim * itemsize:
+    if plan.allotment is None or plan.allotment.full_pair_bytes == 2 * head_dim * itemsize:
         return plan
-    return allotted(plan, plan.memory.memory, itemsize, head_dim)
+    return allotted(plan, plan.allotment.memory, itemsize, head_dim)
 
 
 def for_heads(plan: CacheConfig) -> CacheConfig:
@@ -45,17 +45,17 @@ def for_heads(plan: CacheConfig) -> CacheConfig:
     The number of empty slots depends on the budget, so the room for them is raised until it is
     enough.
     """
-    if plan.memory is None or plan.memory.whole:
+    if plan.allotment is None or plan.allotment.keeps_all:
         return plan
-    memory = replace(plan.memory, empty=0.0)
+    allotment = replace(plan.allotment, empty_share=0.0)
     while True:
-        plan = replace(plan, memory=memory, budget=memory.budget())
+        plan = replace(plan, allotment=allotment, budget=allotment.budget())
         empty = empty_slots(plan, USUAL)
-        share = SLACK if empty is None else empty / (memory.budget() * USUAL)
-        if share <= memory.empty:
+        share = SLACK if empty is None else empty / (allotment.budget() * USUAL)
+        if share <= allotment.empty_share:
             return plan
         margin = 0.0 if empty is None else 0.002
-        memory = replace(memory, empty=share + margin)
+        allotment = replace(allotment, empty_share=share + margin)
 
 
 def empty_slots(plan: CacheConfig, length: int) -> float | None:

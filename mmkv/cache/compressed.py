@@ -40,7 +40,7 @@ from mmkv.cache.prompt_kv import PromptKV, Tail
 from mmkv.cache.selection import importance
 from mmkv.cache.sizing import head_sizes, sizes_of_rows
 from mmkv.cache.state import CacheState
-from mmkv.decode.slots import plan as plan_slots
+from mmkv.decode.slots import plan_together
 from mmkv.layer_inputs import LayerInputs
 from mmkv.tensors import no_autocast
 
@@ -90,7 +90,7 @@ class CompressedCache(CacheState):
 
         Returns:
             whether a first pass over the prompt, which stores nothing, has to compute the scores of
-            all layers for `size`.
+            all layers for `set_sizes`.
 
         Raises:
             ValueError: a row has no tokens or is padded on the right, the mask shows tokens that it
@@ -145,8 +145,8 @@ class CompressedCache(CacheState):
         reading, prompt = self.reading, self.prompt
         assert reading is not None
         assert prompt is not None
-        places = torch.arange(prompt.valid.shape[1], device=prompt.valid.device)
-        positions = places.masked_fill(~prompt.valid, -1)[:, None]
+        numbers = torch.arange(prompt.valid.shape[1], device=prompt.valid.device)
+        positions = numbers.masked_fill(~prompt.valid, -1)[:, None]
         reading.sizes = self._sizes(prompt, scores, [positions.to(x.device) for x in scores])
 
     def step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
@@ -159,17 +159,17 @@ class CompressedCache(CacheState):
         self._check_step(running, mask, q)
         running.cache = self
         blocks = self.blocks
-        plan_slots([b.schedule for b in blocks])
+        plan_together([b.schedule for b in blocks])
         if not self.in_graph:
             with outside_inference_mode():
                 for block in blocks:
-                    block.schedule.look_up(block.positions.device)
+                    block.schedule.set_now(block.positions.device)
         phase, decode = self.phase, self.plan.policy.decode
         running.observes = self.observes_replies
         if not isinstance(phase, Decoding) or not running.observes:
             return
         phase.waiting += q
-        if self.due:
+        if self.tokens_until_round:
             return
         phase.waiting = decode.latest
         valid = self.valid_tokens(self.get_seq_length() + q)
@@ -254,7 +254,7 @@ class CompressedCache(CacheState):
         with no_autocast(call.key.device) if quantised else nullcontext():
             out = layer.keeping().attend(call, step, masked)
         if running.observes:
-            layer.remember(call.query, running.rotary.get(call.layer_idx))
+            layer.record_queries(call.query, running.rotary.get(call.layer_idx))
         return out
 
     def read(self, inputs: LayerInputs) -> None:
@@ -270,7 +270,7 @@ class CompressedCache(CacheState):
         with outside_inference_mode(), torch.no_grad():
             if isinstance(layer.state, KeptKV):
                 layer.state = layer.state.dense()
-                queries, rotary = layer.remembered()
+                queries, rotary = layer.recorded_queries()
                 inputs = replace(inputs, query=queries, rotary=rotary, mask=None)
             elif layer.state is None:
                 positions = self._new_positions(layer, inputs.key)
@@ -281,7 +281,7 @@ class CompressedCache(CacheState):
             if reading.evicts:
                 prompt_kv.tail = Tail()  # the prompt is complete
             else:
-                prompt_kv.remember(policy, inputs, prompt)
+                prompt_kv.record_tail(policy, inputs, prompt)
             if reading.sizes is not None:
                 self._evict(inputs.layer_idx, reading.sizes[self.ordinal[inputs.layer_idx]])
 

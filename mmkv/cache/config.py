@@ -46,8 +46,8 @@ class CacheConfig:
     evict_chunks: bool = False
     # Sizes of heads that were measured, in place of the policy's; None: the policy sizes them.
     table: HeadTable | None = None
-    # The share of the full cache's bytes from which budget and type follow; None: they were given.
-    memory: Allotment | None = None
+    # How a share of the full cache's bytes sets budget and type; None: these were given.
+    allotment: Allotment | None = None
     # The layer sizes learned so far (`Layers.learns`), shared by all caches of a wrap.
     sampling: SampledSizes | None = field(default=None, repr=False, compare=False)
     # Of one cache: its task, and the layers' shares of a budget, if learned before it began.
@@ -66,16 +66,16 @@ class CacheConfig:
         """Return the policy and budget in words."""
         size = f"budget={self.budget}"
         size += "" if self.kv_dtype is None else f", kv_dtype={self.kv_dtype!r}"
-        if self.memory is not None:
-            size = f"memory={float(self.memory.memory):.3g}"
+        if self.allotment is not None:
+            size = f"memory={float(self.allotment.memory):.3g}"
         size += ", evict_chunks=True" if self.evict_chunks else ""
         return f"policy={self.policy.name!r}, {size}"
 
     @property
     def size(self) -> str:
         """The budget in words: "budget 0.2", "memory 6.25%", or "retention 0.97"."""
-        if self.memory is not None:
-            return f"memory {self.memory.memory}"
+        if self.allotment is not None:
+            return f"memory {self.allotment.memory}"
         retention = self.policy.layers.retention
         return f"budget {self.budget}" if self.budget else f"retention {retention}"
 
@@ -115,15 +115,15 @@ class CacheConfig:
     def total_kept(self, n_layers: int, length: int) -> int:
         """Return how many tokens all layers keep together, in tokens per head.
 
-        A fractional budget is one of the row's `length`. Each layer keeps at least `kept_whole`
-        tokens, or one, as a mean. Pinned tokens do not count here, nor does `retention`.
+        A budget given as a share is a share of the row's `length`. Each layer keeps at least
+        `kept_whole` tokens, or one, as a mean. Neither pinned tokens nor `retention` count here.
         """
         return max(self._share(n_layers, length), n_layers * min(max(1, self.kept_whole), length))
 
     def _share(self, n_layers: int, length: int) -> int:
         """Return a budget that is a fraction over all layers, in tokens per head, else 0."""
-        if self.memory is not None:
-            return int(self.memory.budget(length) * n_layers * length) if length else 0
+        if self.allotment is not None:
+            return int(self.allotment.budget(length) * n_layers * length) if length else 0
         return round(self.budget * n_layers * length) if isinstance(self.budget, float) else 0
 
     def evicting(self, prompt: TokenMasks) -> list[bool]:
@@ -373,7 +373,7 @@ class TokenMasks:
         moved = flat + after.gather(1, flat.clamp(0, after.shape[1] - 1).long())
         return torch.where(flat < 0, flat, moved).view_as(positions).to(positions.dtype)
 
-    def last_places(self, n: int) -> Tensor | None:
+    def last_positions(self, n: int) -> Tensor | None:
         """Return the positions of each row's n last tokens, int64 [B, n]; None without gaps.
 
         They are ascending, with -1 as filler before a row's first token.
@@ -382,5 +382,5 @@ class TokenMasks:
             return None
         T = self.valid.shape[1]
         positions = torch.arange(T, device=self.valid.device).expand_as(self.valid)
-        places = positions.masked_fill(~self.valid, -1).sort(dim=-1).values
-        return pad(places, (max(0, n - T), 0), value=-1)[:, -n:]
+        ordered = positions.masked_fill(~self.valid, -1).sort(dim=-1).values
+        return pad(ordered, (max(0, n - T), 0), value=-1)[:, -n:]

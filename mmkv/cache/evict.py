@@ -200,7 +200,7 @@ def _store(
     blocks, parts = list[PaddedBlock](), list[Any]()
     errors = torch.zeros(B * H, 2, 2, dtype=torch.float32, device=device)
     start = prompt.valid.shape[1] - min(n_newest, NEWEST)
-    for rows, schedule, width, capacity in planned(
+    for rows, schedule, width, capacity in plan_blocks(
         plan, prompt, slots.counts, slots.n_protected, expected, device
     ):
         index = send(rows, device)
@@ -303,7 +303,7 @@ def _groups(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> Gr
     return GroupIndex.of(index)
 
 
-def planned(
+def plan_blocks(
     plan: CacheConfig,
     prompt: TokenMasks,
     counts: np.ndarray,
@@ -348,13 +348,12 @@ def planned(
                     "expected a mmkv.decode.slots.SlotSchedule"
                 )
         if isinstance(schedule, HeavyHitterSlots):
-            places = prompt.last_places(int(schedule.recent.max()))
-            if places is not None:
-                places = places.to(device)
-                schedule.skip_padding(places[send(rows // heads, device)], seen)
+            last = prompt.last_positions(int(schedule.recent.max()))
+            if last is not None:
+                schedule.skip_padding(last.to(device)[send(rows // heads, device)], seen)
         width = int(counts[rows].max())
         n_expected = min(expected, spare(width, seen))
-        n_slots = schedule.most(n_expected)
+        n_slots = schedule.slots_needed(n_expected)
         if plan.kv_dtype is not None:  # each row has slots for its exact first tokens
             n_slots = max(n_slots, plan.policy.n_exact)
         blocks.append(_BlockPlan(rows, schedule, width, n_slots))

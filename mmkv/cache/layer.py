@@ -328,13 +328,13 @@ class CompressedLayer(CacheLayerMixin):
 
     prefetch = offload
 
-    def remember(self, query: Tensor, rotary: Rotary | None) -> None:
+    def record_queries(self, query: Tensor, rotary: Rotary | None) -> None:
         """Store a copy of a step's queries [B, Hq, q, D] and of their rotary embedding."""
         if rotary is not None:
             rotary = rotary.last(query.shape[2])
         self.reply_queries.append((query.detach().clone(), rotary))
 
-    def remembered(self) -> tuple[Tensor, Rotary | None]:
+    def recorded_queries(self) -> tuple[Tensor, Rotary | None]:
         """Return all queries [B, Hq, n, D] since the last round, and their rotary embedding."""
         queries, rotaries = zip(*self.reply_queries, strict=True)
         present = [x for x in rotaries if x is not None]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.evict import first_slots, planned
+from mmkv.cache.evict import first_slots, plan_blocks
 from mmkv.cache.group_index import GroupIndex
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, block_of
@@ -224,7 +224,9 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
     names = tensors.keys() & {"positions", "keys", "values", "codes", "steps", "scores", "bias"}
     blocks, parts = list[PaddedBlock](), list[Any]()
     dtype = tensors["keys" if plan.kv_dtype is None else "exact"].dtype
-    for rows, schedule, width, capacity in planned(plan, prompt, counts, n_protected, 0, device):
+    for rows, schedule, width, capacity in plan_blocks(
+        plan, prompt, counts, n_protected, 0, device
+    ):
         x = {k: slots.put(tensors[k], rows, capacity, -(k == "positions")) for k in names}
         positions, index = x["positions"].int(), torch.from_numpy(rows).to(device)
         if plan.kv_dtype is None:

@@ -85,7 +85,7 @@ class PaddedBlock:
 
         These steps attend to all slots; the bias masks the empty ones.
         """
-        self._ensure(self.schedule.most(steps))
+        self._ensure(self.schedule.slots_needed(steps))
         self.frozen = True
         self.bias = self._slot_bias()
 
@@ -118,7 +118,7 @@ class PaddedBlock:
 
     @property
     def capacity(self) -> int:
-        """S."""
+        """The number of slots of each row, S."""
         return self.positions.shape[1]
 
     @property
@@ -184,7 +184,7 @@ class PaddedBlock:
         if self.frozen:
             self.thaw()
         if self.schedule.now is None:
-            self.schedule.look_up(device)
+            self.schedule.set_now(device)
         assert self.schedule.now is not None
         slots, width = self.schedule.now
         if (width := width + q - 1) > self.capacity:
@@ -283,7 +283,7 @@ class PaddedBlock:
         if width <= self.capacity:
             return
         steps = width - self.schedule.width + 1 + n_reserved
-        self._grow(max(width, self.schedule.most(steps)) - self.capacity)
+        self._grow(max(width, self.schedule.slots_needed(steps)) - self.capacity)
 
     def _grow(self, n_new: int) -> None:
         """Add empty slots to all tensors."""

@@ -178,7 +178,7 @@ class PromptKV:
         per_head = self.positions.shape[1] > 1
         (image,) = marked([prompt.image], self.positions)
         if per_head:  # heads keep different tokens: score each as a row of its own
-            layer = layer.by_head(self.positions >= 0, image)
+            layer = layer.heads_as_rows(self.positions >= 0, image)
             windows = [w for w in windows for _ in range(self.keys.shape[1])]
             present = present.repeat_interleave(self.keys.shape[1], dim=0)
         else:
@@ -201,7 +201,7 @@ class PromptKV:
             common.add_(old) if reduction == "sum" else torch.maximum(common, old, out=common)
         self.scores = scores
 
-    def remember(self, policy: Policy, new: LayerInputs, prompt: TokenMasks) -> None:
+    def record_tail(self, policy: Policy, new: LayerInputs, prompt: TokenMasks) -> None:
         """Store a copy of a chunk's last queries, which the score may need later."""
         if policy.queries == 0:
             return

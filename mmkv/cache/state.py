@@ -107,7 +107,7 @@ class CacheState(Cache):
         return self.observes_replies or any(b.schedule.drops for b in self.blocks)
 
     @property
-    def due(self) -> int:
+    def tokens_until_round(self) -> int:
         """How many tokens must be generated before the next round."""
         assert isinstance(self.phase, Decoding)
         decode = self.plan.policy.decode
@@ -166,7 +166,7 @@ class CacheState(Cache):
         self.rope_deltas = self.ids = self.context_length = None
         self.long = False
 
-    def remember(self, ids: Tensor, total: int) -> None:
+    def record_ids(self, ids: Tensor, total: int) -> None:
         """Store the ids [B, n] of the tokens read in this pass, the last of `total`."""
         first = total - ids.shape[1]
         if first == 0:  # the caller may write into a prompt's ids later

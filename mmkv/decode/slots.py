@@ -51,10 +51,10 @@ class SlotSchedule:
     joins_equal_rows = False  # rows with equal sizes use the same slots, which are planned once
 
     # The names of the arrays with an entry for each row, or for each group of rows, or for all.
-    rows: tuple[str, ...] = ("counts",)
+    per_row: tuple[str, ...] = ("counts",)
     counts: np.ndarray
     table: Tensor | None = None
-    # `slots` and `width` of the step that runs now, set by `look_up`.
+    # `slots` and `width` of the step that runs now, set by `set_now`.
     now: tuple[int | Tensor, int] | None = None
     # [R], the entry of each row, on the host and, once needed, on the device; None: one a row.
     entries: np.ndarray | None = None
@@ -69,7 +69,7 @@ class SlotSchedule:
         for name, a in arrays.items():
             setattr(self, name, a[first].copy())
         self.at = AHEAD
-        self.last = int(self.counts.max())  # slots in use after the last planned step
+        self.used_after_plan = int(self.counts.max())  # slots in use after the last planned step
 
     def _join(self, columns: np.ndarray) -> Any:
         """Give rows with equal columns [n, R] one entry; return the index of a row of each."""
@@ -80,7 +80,7 @@ class SlotSchedule:
         self.entries = np.array(of_row)
         return np.unique(self.entries, return_index=True)[1]
 
-    def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
+    def plan_steps(self, n: int) -> tuple[np.ndarray, list[int]]:
         """Plan n more steps: slots [n, U], and how many slots are in use in each step."""
         raise NotImplementedError
 
@@ -92,11 +92,11 @@ class SlotSchedule:
     def drop(self, attention: Tensor, positions: Tensor, newest: int | Tensor) -> None:
         """Choose the token that a step drops, if that depends on the slots' attention."""
 
-    def most(self, steps: int) -> int:
+    def slots_needed(self, steps: int) -> int:
         """Return the largest number of slots in use within the next `steps` steps."""
-        return min(int(self.reach(steps).max()), self.used + steps)
+        return min(int(self.slots_bound(steps).max()), self.used + steps)
 
-    def reach(self, steps: int) -> np.ndarray:
+    def slots_bound(self, steps: int) -> np.ndarray:
         """Return a bound of each row's slots in use within the next `steps` steps: [R] or [1]."""
         raise NotImplementedError
 
@@ -108,7 +108,7 @@ class SlotSchedule:
     @property
     def used(self) -> int:
         """Number of slots in use before the next step; a freed one may count or not."""
-        return self.last if self.at == AHEAD else self.width - 1
+        return self.used_after_plan if self.at == AHEAD else self.width - 1
 
     @property
     def width(self) -> int:
@@ -122,7 +122,7 @@ class SlotSchedule:
             return int(slots[self.at, 0])
         return self._expand_on_device(self._on_device(device)[self.at])
 
-    def look_up(self, device: torch.device) -> None:
+    def set_now(self, device: torch.device) -> None:
         """Set `now`, for a step that is not replayed from a graph."""
         self.now = self.slots(device), self.width
 
@@ -161,7 +161,7 @@ class SlotSchedule:
         chosen = slice(None) if self.shared or self.entries is not None else rows
         if self.entries is not None:
             new.entries, new.entries_on_device = self.entries[rows], None
-        for name in self.rows:
+        for name in self.per_row:
             setattr(new, name, getattr(self, name)[chosen].copy())
         new.planned = self.planned[:, chosen]
         if self.table is not None:
@@ -174,12 +174,12 @@ class SlotSchedule:
 
     def _planned(self) -> tuple[np.ndarray, list[int]]:
         if self.at == AHEAD:
-            self._begin(*self.steps(AHEAD))
+            self._begin(*self.plan_steps(AHEAD))
         return self.planned, self.widths
 
     def _begin(self, slots: np.ndarray, widths: list[int]) -> None:
         self.planned, self.widths = slots.astype(np.int64), widths
-        self.last, self.at = widths[-1], 0
+        self.used_after_plan, self.at = widths[-1], 0
         if self.table is not None:  # in place: a captured graph reads it
             self.table.copy_(torch.from_numpy(self.planned), non_blocking=True)
 
@@ -187,7 +187,7 @@ class SlotSchedule:
 class GrowingSlots(SlotSchedule):
     """All generated tokens are kept: each takes a new slot after all slots in use."""
 
-    rows = ("end",)
+    per_row = ("end",)
     drops = False
 
     def __init__(self, **arrays: np.ndarray) -> None:
@@ -195,13 +195,13 @@ class GrowingSlots(SlotSchedule):
         self.shared = True
         self.end = self.counts.max(keepdims=True)
 
-    def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
+    def plan_steps(self, n: int) -> tuple[np.ndarray, list[int]]:
         """Plan one new slot a step."""
         slots = self.end + np.arange(n)[:, None]
         self.end = self.end + n
         return slots, (slots.max(1) + 1).tolist()
 
-    def reach(self, steps: int) -> np.ndarray:
+    def slots_bound(self, steps: int) -> np.ndarray:
         """Return the slots in use, one more a step."""
         return self.end - self.pending + steps
 
@@ -249,7 +249,7 @@ class Ring(SlotSchedule):
     tokens, are a ring in order of age.
     """
 
-    rows = ("counts", "protected", "capacity", "n_tokens")
+    per_row = ("counts", "protected", "capacity", "n_tokens")
     joins_equal_rows = True
     protected: np.ndarray
     capacity: np.ndarray
@@ -258,14 +258,14 @@ class Ring(SlotSchedule):
         super().__init__(**arrays)
         self.n_tokens = self.counts.copy()  # tokens before the step, dropped ones included
 
-    def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
+    def plan_steps(self, n: int) -> tuple[np.ndarray, list[int]]:
         """Plan the next slots of the ring; once it is full these hold the oldest tokens."""
         n_tokens = self.n_tokens + np.arange(n)[:, None]
         slots = self.protected + (n_tokens - self.protected) % (self.capacity - self.protected + 1)
         self.n_tokens = self.n_tokens + n
         return slots, np.minimum(n_tokens + 1, self.capacity + 1).max(1).tolist()
 
-    def reach(self, steps: int) -> np.ndarray:
+    def slots_bound(self, steps: int) -> np.ndarray:
         """Return the slots in use: at most the capacity and one more."""
         n_tokens = self.n_tokens - self.pending + steps
         return self._expand(np.minimum(n_tokens, self.capacity + 1))
@@ -279,7 +279,7 @@ class Distance(SlotSchedule):
     are more than the size.
     """
 
-    rows = ("counts", "lengths", "base", "share", "n_kept", "first_unused", "recent_slots")
+    per_row = ("counts", "lengths", "base", "share", "n_kept", "first_unused", "recent_slots")
     joins_equal_rows = True
     lengths: np.ndarray
     base: np.ndarray
@@ -294,7 +294,7 @@ class Distance(SlotSchedule):
         # one that is never dropped. The next step's entry is the slot that the last drop freed.
         self.recent_slots = np.full((len(self.counts), distance + 1), -1)
 
-    def steps(self, n: int) -> tuple[np.ndarray, list[int]]:
+    def plan_steps(self, n: int) -> tuple[np.ndarray, list[int]]:
         """Plan n steps: take the slot freed last, or a new one; then drop if over the size."""
         slots, first_unused = self._queue(n)
         return slots, first_unused.max(1).tolist()
@@ -321,7 +321,7 @@ class Distance(SlotSchedule):
         self.n_kept, self.first_unused = n_kept, unused.copy()
         return slots, unused_after
 
-    def reach(self, steps: int) -> np.ndarray:
+    def slots_bound(self, steps: int) -> np.ndarray:
         """Return a bound: the larger of the size then and the tokens that are never dropped."""
         seen = self.lengths + self.generated + steps
         size = np.ceil(np.maximum(self.base, self.share * seen))
@@ -333,7 +333,7 @@ class Distance(SlotSchedule):
         """Plan the next steps of several schedules at the same step, in one loop."""
         first = schedules[0]
         joined = copy.copy(first)
-        for name in first.rows:
+        for name in first.per_row:
             setattr(joined, name, np.concatenate([getattr(x, name) for x in schedules]))
         ends = np.cumsum([len(x.counts) for x in schedules])
         slots, first_unused = joined._queue(AHEAD)
@@ -367,7 +367,7 @@ class Ratio(Decode):
         return Distance(self.distance, counts=counts, lengths=lengths, base=base, share=share)
 
 
-def plan(schedules: Sequence[SlotSchedule]) -> None:
+def plan_together(schedules: Sequence[SlotSchedule]) -> None:
     """Plan the next steps of all `Distance` schedules that have none left, together if possible."""
     groups: dict[tuple[int, int], list[Distance]] = {}
     for schedule in schedules:

@@ -25,7 +25,7 @@ class HeavyHitterSlots(SlotSchedule):
     synchronising, and the next token takes its slot.
     """
 
-    rows = ("counts", "protected", "capacity", "recent", "n_tokens")
+    per_row = ("counts", "protected", "capacity", "recent", "n_tokens")
     needs_decode_attention = True
     protected: np.ndarray
     capacity: np.ndarray
@@ -39,7 +39,7 @@ class HeavyHitterSlots(SlotSchedule):
         self.recent = np.maximum(self.recent, 1)  # the newest is never the victim
         # If padding lies between turns: the positions [R, n] of the prompt's last tokens, and the
         # position after the prompt.
-        self.places: Tensor | None = None
+        self.prompt_positions: Tensor | None = None
         self.end = 0
         self.lacks_candidates = bool((self.capacity < self.protected + self.recent).any())
         self.columns: dict[str, int | Tensor] = {}
@@ -78,7 +78,7 @@ class HeavyHitterSlots(SlotSchedule):
         assert self.freed is not None
         return self.freed
 
-    def reach(self, steps: int) -> np.ndarray:
+    def slots_bound(self, steps: int) -> np.ndarray:
         """Return the slots in use: at most the capacity and one more."""
         return np.minimum(self.n_tokens + steps, self.capacity + 1)
 
@@ -109,31 +109,35 @@ class HeavyHitterSlots(SlotSchedule):
         """Return this schedule for a choice of rows, with their freed slots."""
         new = copy.copy(self)
         new.columns, new.buffers = {}, None
-        for name in self.rows:
+        for name in self.per_row:
             setattr(new, name, getattr(self, name)[slice(None) if self.shared else rows].copy())
         if self.freed is not None:
             new.freed = self.freed[send(rows, self.freed.device)]
-        if self.places is not None:
-            new.places = self.places[send(rows, self.places.device)]
+        if self.prompt_positions is not None:
+            new.prompt_positions = self.prompt_positions[send(rows, self.prompt_positions.device)]
         return new
 
-    def skip_padding(self, places: Tensor, end: int) -> None:
+    def skip_padding(self, prompt_positions: Tensor, end: int) -> None:
         """Do not count padding between turns among recent tokens.
 
-        `places` [R, n] are positions of the prompt's last tokens, ascending, n enough for `recent`;
-        `end` is T, the prompt's length with padding.
+        `prompt_positions` [R, n] are those of the prompt's last tokens, ascending, n enough for
+        `recent`; `end` is T, the prompt's length with padding.
         """
-        self.places, self.end = places, end
+        self.prompt_positions, self.end = prompt_positions, end
 
     def _newer_than(self, newest: int | Tensor, device: torch.device) -> int | Tensor:
         """Return the position after which tokens are recent: an int, or [R, 1]."""
         recent = self._column("recent", device)
-        if self.places is None:
+        if self.prompt_positions is None:
             return newest - recent
         generated = newest - self.end + 1
-        n_of_prompt = torch.as_tensor(recent - generated, device=device).expand(len(self.places), 1)
-        n = self.places.shape[1]
-        before_recent = self.places.gather(1, (n - n_of_prompt).clamp(0, n - 1).long()) - 1
+        n_of_prompt = torch.as_tensor(recent - generated, device=device).expand(
+            len(self.prompt_positions), 1
+        )
+        n = self.prompt_positions.shape[1]
+        before_recent = (
+            self.prompt_positions.gather(1, (n - n_of_prompt).clamp(0, n - 1).long()) - 1
+        )
         return torch.where(n_of_prompt > 0, before_recent, newest - recent)
 
     def _victim(self, attention: Tensor, positions: Tensor, newest: int | Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def leaders(
     if keys.dtype == torch.float64:  # narrower ones are widened by the operations that read them
         keys, values = keys.float(), values.float()
     # How many single tokens and groups each head has, on the host.
-    n_single, n_groups, starts = _planned(counts, exact, run)
+    n_single, n_groups, starts = _split_slots(counts, exact, run)
     longest, width = (max(1, int(x.max())) for x in (starts.diff(dim=-1), n_groups))
     unpadded = bool((counts[2] == N).all())
     order = rank.argsort(dim=-1, descending=True, stable=True)
@@ -96,7 +96,7 @@ def leaders(
     return leader_of[..., :N]
 
 
-def _planned(counts: Tensor, exact: float, run: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split_slots(counts: Tensor, exact: float, run: int) -> tuple[Tensor, Tensor, Tensor]:
     """Plan each head's single tokens, runs and groups, on the host; arguments as for `leaders`.
 
     Returns:

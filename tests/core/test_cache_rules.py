@@ -43,7 +43,7 @@ def test_similarity_of_chunks_is_weighted_by_tokens():
     assert tokens.tolist() == [6, 1]
 
 
-def test_the_last_places_of_rows_with_gaps():
+def test_the_last_positions_of_rows_with_gaps():
     rows = [[1, 1, 0, 1, 0, 1], [0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
     plan = CacheConfig(mmkv.get_policy("h2o"), 0.5)
     valid = torch.tensor(rows, dtype=torch.bool)
@@ -51,6 +51,6 @@ def test_the_last_places_of_rows_with_gaps():
     places = [[i for i, there in enumerate(row) if there] for row in rows]
     for n in (1, 2, 3, 6, 8):
         wanted = [([-1] * n + row)[-n:] for row in places]
-        assert prompt.last_places(n).tolist() == wanted
+        assert prompt.last_positions(n).tolist() == wanted
     alike = TokenMasks.of(plan, valid[1:], n_layers=1)
-    assert alike.last_places(2) is None
+    assert alike.last_positions(2) is None

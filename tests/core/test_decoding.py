@@ -135,7 +135,7 @@ def check(schedule, rows: list[Row], steps: int) -> None:
 @named
 @pytest.mark.parametrize("begun", [0, 1, AHEAD - 1, AHEAD, STEPS])
 def test_each_token_takes_the_freed_slot(make, given, begun) -> None:
-    """`most` bounds the slots of the steps to come, closely at first, where all rows are alike."""
+    """`slots_needed` bounds the slots of later steps, closely at first, if all rows are alike."""
     schedule, rows = make(given)
     alike = all(len(set(x)) == 1 for x in given.values() if isinstance(x, list))
     assert schedule.gapless == schedule.shared == alike
@@ -147,7 +147,7 @@ def test_each_token_takes_the_freed_slot(make, given, begun) -> None:
             for row in ahead:
                 row.step()
         needed = max(row.fresh for row in ahead)
-        most = schedule.most(steps)
+        most = schedule.slots_needed(steps)
         assert needed <= most <= in_use + steps
         if schedule.shared and (make is ring or not begun):
             assert most - needed <= (0 if make is ring else 2)

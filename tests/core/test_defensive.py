@@ -120,7 +120,7 @@ def test_heads_with_different_tokens_are_rows() -> None:
     for (b, h), tokens in gone.items():
         valid[b, h, tokens] = False
     image = torch.zeros_like(valid)
-    rows = layer.by_head(valid, image)
+    rows = layer.heads_as_rows(valid, image)
     found = DefensiveAttention(window=WINDOW, kernel_size=1)(rows)
     for b in range(2):
         heads = alone(layer, b)

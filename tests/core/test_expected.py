@@ -95,5 +95,5 @@ def test_expected_attention_equals_the_loop_on_each_row_alone(Q: int):
         )
         torch.testing.assert_close(found[b, :, p:], alone, atol=1e-5, rtol=1e-4)
     held = valid[:, None].expand(-1, H, -1)
-    apart = score(layer.by_head(held, ~held))
+    apart = score(layer.heads_as_rows(held, ~held))
     torch.testing.assert_close(apart.view(B, H, N), found)

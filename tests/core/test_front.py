@@ -408,7 +408,7 @@ def same(found, meant):
 
 
 class TestBudgets:
-    def test_numbers(self):
+    def test_budget_accepts_types_of_numbers(self):
         for given in (0.2, np.float16(0.2), np.float32(0.2), Decimal("0.2")):
             same(budgets.number(given), 0.2)
         for given in (1.0, Fraction(1), Decimal(1)):
@@ -441,7 +441,7 @@ class TestBudgets:
             with pytest.raises(ValueError, match=message):
                 mmkv.wrap(text_model, policy, given)
 
-    def test_on_a_command_line(self):
+    def test_parse_accepts_texts(self):
         for text in ("0.2", "20%", " 20 % "):
             same(budgets.parse(text), 0.2)
         for text, meant in (("28.7%", 0.287), ("100%", 1.0), ("1.0", 1.0), ("1", 1), ("200", 200)):
@@ -459,7 +459,7 @@ class TestBudgets:
             with pytest.raises(ValueError, match=f"budget={value}:"):
                 budgets.parse(text)
 
-    def test_lists(self):
+    def test_parse_list_refuses_duplicates(self):
         assert list(map(repr, budgets.parse_list("10%, 0.25,128,1,1.0"))) == [
             "0.1", "0.25", "128", "1", "1.0",
         ]  # fmt: skip

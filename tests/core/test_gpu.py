@@ -64,7 +64,7 @@ def test_replayed_steps_equal_steps(variant, rows, captures):
 
 
 @pytest.mark.parametrize("policy", ["prefixkv", "snapkv", "h2o"])
-def test_a_prompt_in_chunks(policy, captures):
+def test_replayed_steps_after_a_chunked_prompt_equal_steps(policy, captures):
     model, inputs = here("llama", "padded")
     same_run(*both(model, inputs, policy, 0.4, prefill_chunk_size=16, **short(policy)), 2e-3)
     assert captures

@@ -123,5 +123,5 @@ def test_heads_as_rows_score_as_heads(policy):
     options = {"lag": 3, "skip": 1} if policy == "lagkv" else {}
     score = mmkv.get_policy(policy, **options).score
     held = valid[:, None].expand(-1, 3, -1)
-    apart = score(layer.by_head(held, ~held))
+    apart = score(layer.heads_as_rows(held, ~held))
     torch.testing.assert_close(apart.view(2, 3, 12), score(layer))

@@ -240,7 +240,7 @@ def test_an_unready_model_leaves_room_for_any_heads():
         settled = model._mmkv.plan
     assert waiting.waits_for_probe
     assert not settled.waits_for_probe
-    assert waiting.memory.empty > settled.memory.empty
+    assert waiting.allotment.empty_share > settled.allotment.empty_share
     assert waiting.budget < settled.budget
 
 

@@ -124,7 +124,7 @@ def test_evicted_patches_are_darker(tmp_path):
 
 
 @cases("layers", [1, 8, 32], 8)
-def test_png(tmp_path, layers):
+def test_figure_is_written_as_png(tmp_path, layers):
     path = tmp_path / "new" / "kept.png"
     shares = np.random.default_rng(0).random((layers, 6, 6)).round().astype(np.float32)
     picture.save(path, Image.new("RGB", (60, 60), "gray"), list(enumerate(shares)), "title")

@@ -290,7 +290,7 @@ def test_half_precision(policy, dtype):
 
 
 @pytest.mark.slow
-def test_soak():
+def test_100_generations_leak_nothing():
     """100 generations with changing policy, budget and prompt leave nothing behind.
 
     One in five is ended in its prompt, in a decode step or between two layers by an interrupt or an

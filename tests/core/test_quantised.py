@@ -235,7 +235,7 @@ def test_bytes_fall_with_bits(kv_dtype, bits_each):
 
 @cases("kv_dtype", BITS, "int4")
 @cases("policy", ["prefixkv", "adakv", "full"], "adakv")
-def test_the_reported_error(doubles, policy, kv_dtype):
+def test_reported_error_equals_loop(doubles, policy, kv_dtype):
     """|x - as read| / |x| of each row's kept keys and values, averaged over rows and layers."""
     model, inputs = doubles("llama"), make_inputs("llama", ROWS)
     with torch.no_grad():

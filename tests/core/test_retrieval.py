@@ -83,7 +83,7 @@ def test_the_probe_changes_nothing(name):
     assert all(torch.equal(x, state[k]) for k, x in model.state_dict().items())
     assert found == mmkv.probe(model), "random tokens are always the same ones"
     with mmkv.wrapped(model, "snapkv", 0.5, window=4):
-        layers = model._mmkv.compressed
+        layers = model._mmkv.compressed_layers
         assert found == mmkv.probe(model), "wrapped or not"
     assert len(found.retrieval) == len(layers), "layers that are left alone are not measured"
 

@@ -63,7 +63,7 @@ def ring(n):
     [(growing, True, 8), (growing, False, 8), (ring, True, 17)],
     ids=["groups", "growing", "ring"],
 )
-def test_few_operations(schedule, weighed, most):
+def test_step_runs_few_operations(schedule, weighed, most):
     """Of the second of two steps: what is made once is made by the first."""
     layer, pair = kept(schedule, weighed), torch.zeros(1, 6, 1, HEAD_DIM)
     call = AttentionCall(torch.zeros(1, 12, 1, HEAD_DIM), pair, pair, None, 1.0, None, 0)

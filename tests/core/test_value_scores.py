@@ -166,7 +166,7 @@ def test_value_option_equals_formula(part: str, value: Any):
     averaged = importance(policy, layer, [score.window] * B)
     torch.testing.assert_close(averaged, want.mean(1, keepdim=True), atol=1e-5, rtol=1e-4)
     held = layer.valid[:, None].expand(-1, H, -1)
-    apart = score(layer.by_head(held, ~held))  # as in a later turn
+    apart = score(layer.heads_as_rows(held, ~held))  # as in a later turn
     torch.testing.assert_close(apart.view(B, H, N), want, atol=1e-5, rtol=1e-4)
 
 

@@ -174,7 +174,7 @@ QUICK = [(way, "adakv") for way in ("greedy", "rows that end apart")]
 
 
 @cases("way, policy", TRIED, *QUICK)
-def test_every_way(models, policy, way):
+def test_each_way_of_generating_equals_masking(models, policy, way):
     """Beams and rows move with what they kept; the same seed draws the same tokens."""
     model, inputs, run = models("llava-llama"), make_inputs("llava-llama", ROWS), WAYS[way]
     plain = run(model, inputs)

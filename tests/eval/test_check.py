@@ -363,7 +363,7 @@ class TestCalibrate:
         assert done.exit_code == 0, done.output
         return mmkv.Profile.load("p.json")
 
-    def test_own_prompts(self):
+    def test_calibrate_reads_own_prompts(self):
         asked = ("--suite", "prompts", "--data", "p.txt")
         found = self.profile(*asked)
         loaded = chat.load("tiny", "cpu")

@@ -128,7 +128,7 @@ def run(model, samples, out, **asked):
     return runner.run(model, make_tokenizer(), samples, out=out, **usual | asked)
 
 
-def test_rows(model, samples, tmp_path):
+def test_divergence_rows_follow_the_reply_or_text(model, samples, tmp_path):
     rows = run(model, samples, tmp_path)
     full = {r["index"]: r for r in rows if r["policy"] == "full"}
     assert full.keys() == set(range(len(samples)))

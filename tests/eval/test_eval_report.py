@@ -124,7 +124,7 @@ def test_scores_by_task_and_their_average(tmp_path):
     assert report.main_table().rows == [("snapkv", ["**37.5**"])]
 
 
-def test_files(report, tmp_path):
+def test_report_writes_markdown_and_csv(report, tmp_path):
     written = {p.name: p for p in report.write()}
     assert set(written) == {"report.md", "report.csv"}
     assert "| h2o | 12.2 / 0.38 / 25.0 |" in written["report.md"].read_text()

@@ -41,7 +41,7 @@ def without_times(rows):
     return [{k: v for k, v in row.items() if k not in others} for row in rows]
 
 
-def test_rows(model, tokenizer, tmp_path):
+def test_rows_have_figures_and_origin(model, tokenizer, tmp_path):
     rows = run(model, tokenizer, tmp_path, options={"window": 8})
     assert rows == read_rows(tmp_path / "rows.jsonl")
     assert len(rows) == 5 * (1 + 3 * 2)
@@ -320,7 +320,7 @@ def test_wrong_arguments_raise(model, tokenizer, tmp_path):
     assert not (tmp_path / "new" / "rows.jsonl").exists()
 
 
-def test_variants():
+def test_variant_text_sets_options_profile_and_type():
     shown = parse_variants(
         ["snapkv", "pyramid:window=4:beta=10", "prefixkv:layers=uniform", "full"],
         {"window": 6, "distance": 9},

@@ -19,7 +19,7 @@ from mmkv.eval.speed.models import SHAPES, make
 from mmkv.eval.speed.plan import Load, Sizes, held, plan
 from mmkv.loading import models
 from mmkv.memory import Memory
-from mmkv.planning import planned
+from mmkv.planning import make_plan
 
 LOAD = Load(batch=4, prompt=3072, new=33)
 
@@ -75,7 +75,7 @@ def test_planned_bytes_equal_real_cache(policy, name, kv_dtype):
 def test_planned_bytes_include_all_that_condense_holds(size, kv_dtype, decode):
     model, (prompt, new) = make_model("llama"), (600, 100)
     policy, empty = mmkv.get_policy("condense", decode=decode), make_model("llama").to("meta")
-    config, _ = planned(empty, adapters.find(empty), policy, size, kv_dtype=kv_dtype)
+    config, _ = make_plan(empty, adapters.find(empty), policy, size, kv_dtype=kv_dtype)
     given = {"memory": size} if kv_dtype is None else {"budget": size, "kv_dtype": kv_dtype}
     with mmkv.wrapped(model, policy, **given), torch.no_grad():
         cache = model(**make_inputs("llama", (prompt,))).past_key_values

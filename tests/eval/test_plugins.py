@@ -22,7 +22,7 @@ def plugin(monkeypatch):
     return lmms_model
 
 
-def test_arguments(caplog):
+def test_harness_arguments_are_split(caplog):
     found = plugin_arguments("xkv", "0.2", None, {"window": "4", "device": "cpu"})
     assert found == (0.2, {"window": 4}, {"device": "cpu"})
     assert plugin_arguments("prefixkv", 0.5, "p.json", {})[0] is None
@@ -64,7 +64,7 @@ def test_lmms_model_accepts_policy_arguments(plugin):
     plan = model.model._mmkv.plan
     assert (plan.policy.name, plan.policy.score.window, plan.budget) == ("snapkv", 6, 0.3)
     held = plugin.MMKV(policy="condense", memory="4x", device="cpu").model._mmkv.plan
-    assert held.memory.memory == Memory(0.25)
+    assert held.allotment.memory == Memory(0.25)
     with pytest.raises(ValueError, match="batch_size='auto': a compressed"):
         plugin.MMKV(batch_size="auto")
     with pytest.raises(ValueError, match="unknown arguments: windw"):

@@ -79,7 +79,7 @@ def test_masking_oracle_fails_on_wrong_set(kind):
 
 
 @cases("name", [*OWN_DECODER, *SHELLS[::3]], *FEW[2:4])
-def test_a_prompt_in_chunks(name):
+def test_a_prompt_in_chunks_equals_masking(name):
     """Each chunk is masked as the model masks it, pictures that see all of themselves too."""
     model = model_of(name)
     inputs = inputs_of(model, "padded")
