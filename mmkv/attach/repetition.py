@@ -20,6 +20,7 @@ from mmkv.cache.prompt_kv import PromptKV
 from mmkv.calls import without
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.kvzip import Repetition
+from mmkv.tensors import no_autocast
 
 if TYPE_CHECKING:
     from mmkv.adapters import Adapter
@@ -69,7 +70,8 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
         phase.chunks.append(_decoder_inputs(decoder, cache, arguments))
         if not phase.evicts:
             return
-        embeds = torch.cat([x.to(phase.chunks[0][0].device) for x, _ in phase.chunks], dim=1)
+        device = phase.chunks[0][0].device
+        embeds = _joined([x.to(device) for x, _ in phase.chunks])
         positions = torch.cat([x for _, x in phase.chunks], dim=2)
         phase.chunks = []
         kwargs = without(arguments)
@@ -128,7 +130,13 @@ def _pieces(
         # The first of four axes counts tokens, the other three are those of pictures.
         axes = [positions] if len(positions) < 4 else [positions[:1], positions[1:]]
         moved = [_moved(x, tokens, present, len(ids)) for x in axes]
-        yield tokens + first, present, torch.cat([instruction, piece], 1), torch.cat(moved)
+        yield tokens + first, present, _joined([instruction, piece]), torch.cat(moved)
+
+
+def _joined(embeds: list[Tensor]) -> Tensor:
+    """Join embeddings [B, n, hidden]; autocast to bfloat16 cannot join those of float16."""
+    with no_autocast(embeds[0].device):
+        return torch.cat(embeds, dim=1)
 
 
 def _moved(positions: Tensor, tokens: Tensor, present: Tensor, n_instruction: int) -> Tensor:

@@ -167,3 +167,11 @@ def test_repetition_positions_continue_after_prompt(name) -> None:
     assert again[:, :2].tolist() == [[last + 1, last + 2]] * 3
     assert (first.amax(0) != first.amin(0)).any(), "no picture: the test saw nothing"
     assert torch.equal(again[:, 2:], first - first[:, :1].min() + last + 3)
+
+
+def test_a_float16_model_repeats_its_prompt_under_autocast() -> None:
+    """To bfloat16, in which torch joins no tensors of float16."""
+    model, inputs = make_model("llama").half(), make_inputs("llama", (40,))
+    with mmkv.wrapped(model, "kvzip", 20), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = model(**inputs, use_cache=True).past_key_values
+    assert sum(cache.kept(i).shape[-1] for i in range(L)) >= 20 * L
