@@ -313,13 +313,6 @@ class CompressedLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: evicted tokens cannot be restored."""
-        raise ValueError(
-            "a compressed cache cannot be cropped, so assisted and contrastive decoding cannot "
-            "use it: generate without them, or mmkv.unwrap(model) first"
-        )
-
     def offload(self) -> None:
         """Refuse: a compressed cache is small and stays on the device."""
         raise ValueError(

@@ -166,6 +166,13 @@ class CacheState(Cache):
         self.rope_deltas = self.ids = self.context_length = None
         self.long = False
 
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: evicted tokens cannot be restored."""
+        raise ValueError(
+            "a compressed cache cannot be cropped, so assisted and contrastive decoding cannot "
+            "use it: generate without them, or mmkv.unwrap(model) first"
+        )
+
     def record_ids(self, ids: Tensor, total: int) -> None:
         """Store the ids [B, n] of the tokens read in this pass, the last of `total`."""
         first = total - ids.shape[1]

@@ -499,6 +499,16 @@ def test_refused_profiles(text_model, tmp_path):
     assert sum(int(cache.kept(i).shape[-1]) for i in range(3)) == 60
 
 
+def test_a_cache_with_sliding_windows_cannot_be_cropped():
+    model = zoo.model_of("Gemma3ForCausalLM")
+    with mmkv.wrapped(model, "snapkv", 0.5, window=4), torch.no_grad():
+        cache = model(**make_inputs("llama", (40,)), use_cache=True).past_key_values
+    seen = [x.get_seq_length() for x in cache.layers]
+    with pytest.raises(ValueError, match="a compressed cache cannot be cropped"):
+        cache.crop(-1)
+    assert [x.get_seq_length() for x in cache.layers] == seen
+
+
 @pytest.mark.parametrize("kind", ["Gemma3ForCausal", "OPT"])
 def test_models_that_cannot_be_fed_a_prompt_again(kind):
     model = zoo.model_of(next(x for x in zoo.NAMES if x.startswith(kind)))
