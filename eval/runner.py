@@ -23,6 +23,7 @@ from mmkv.chat import max_positions
 from mmkv.memory import Memory
 from mmkv.terminal import bar, say
 
+from .environment import describe_environment, file_digests
 from .measure import COMPARED, Batch, Job, measure
 from .prompts import Encoder
 from .samples import Sample
@@ -31,9 +32,7 @@ from .store import (
     Row,
     Store,
     check_metrics,
-    describe_environment,
     digest,
-    file_digests,
     key_of,
 )
 from .variants import Variant, parse_variants

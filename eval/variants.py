@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mmkv.budgets import note, number
 from mmkv.cache import codes
 from mmkv.memory import Memory
 from mmkv.planning import comparing
 from mmkv.policy import Policy
 from mmkv.policy_options import option_texts, typed
-from mmkv.registry import exact_share, get_policy, load_plugin, option_types, policy_class
+from mmkv.registry import exact_share, get_policy, policy_class
 from mmkv.wrapping import wrapped
 
 from .store import HIDDEN, QUESTION, QUESTIONS
-
-logger = logging.getLogger(__name__)
 
 PROFILE, KV_DTYPE, CHUNKS = "profile", "kv_dtype", "evict_chunks"
 
@@ -141,37 +137,3 @@ def with_question(policies: Sequence[str], question: str) -> list[str]:
         texts += [text] if question != HIDDEN or not hides else []
         texts += [f"{text}:{QUESTION}={HIDDEN}"] if question != "visible" and hides else []
     return texts
-
-
-def check_batch_size(batch_size: int | str) -> None:
-    """Raise ValueError if a harness's batch size is not a number of at least 1."""
-    if not str(batch_size).isdigit() or int(batch_size) < 1:
-        raise ValueError(f"batch_size={batch_size!r}: a compressed model needs a number, 1 or more")
-
-
-def plugin_arguments(
-    policy: str, budget: float | int | str | None, profile: str | None, kwargs: dict[str, Any]
-) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
-    """Return the budget, options of `mmkv.wrap` and the policy's with least=0, other arguments.
-
-    Without a budget or "memory", a share of bytes, it is a half of the tokens. "plugin" names a
-    file with policies or parts of the user, which is loaded first. Raises ValueError for an unknown
-    policy, option or size, for both sizes, or a file that registers nothing.
-    """
-    if plugin := kwargs.get("plugin"):
-        load_plugin(plugin)
-    names = {*option_types(policy_class(policy)), KV_DTYPE}
-    given_options = typed(policy, {k: v for k, v in kwargs.items() if k in names})
-    policy_options = exact_share(policy) | given_options
-    chosen = get_policy(policy, **{k: v for k, v in policy_options.items() if k != KV_DTYPE})
-    size, memory = None, kwargs.get("memory")
-    if memory is not None:
-        if budget is not None:
-            raise ValueError(f"memory={memory} stands in place of budget={budget}: give one")
-        policy_options["memory"] = Memory.of(memory)
-    elif chosen.layers.retention is None and profile is None:
-        size = number(0.5 if budget is None else budget)
-        if warning := note(size):
-            logger.warning(warning)
-    names |= {"memory", "plugin"}
-    return size, policy_options, {k: v for k, v in kwargs.items() if k not in names}

@@ -19,7 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from mmkv.context_texts import left_padded
-from mmkv.eval.variants import check_batch_size, plugin_arguments
+from mmkv.eval.harness.arguments import check_batch_size, harness_arguments
 from mmkv.forcing import score_answers
 from mmkv.loading import models
 from mmkv.wrapping import wrap
@@ -51,7 +51,7 @@ class MMKV(_Base):
         batch_size: int | str = 1,
         **kwargs: Any,
     ) -> None:
-        size, policy_options, hf_args = plugin_arguments(policy, budget, profile, kwargs)
+        size, policy_options, hf_args = harness_arguments(policy, budget, profile, kwargs)
         check_batch_size(batch_size)
         if isinstance(pretrained, str):
             source = models.find(pretrained)

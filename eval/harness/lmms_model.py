@@ -13,8 +13,8 @@ from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 
 from mmkv.chat import load, max_positions, on_device
+from mmkv.eval.harness.arguments import check_batch_size, harness_arguments
 from mmkv.eval.prompts import encode
-from mmkv.eval.variants import check_batch_size, plugin_arguments
 from mmkv.loading.names import DEFAULT_MODEL
 from mmkv.wrapping import wrap
 
@@ -47,7 +47,7 @@ class MMKV(lmms):
         device_map: str | None = None,
         **options: Any,
     ) -> None:
-        size, policy_options, unknown = plugin_arguments(policy, budget, profile, options)
+        size, policy_options, unknown = harness_arguments(policy, budget, profile, options)
         if unknown:
             raise ValueError(f"unknown arguments: {', '.join(unknown)}")
         check_batch_size(batch_size)

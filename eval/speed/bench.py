@@ -28,9 +28,9 @@ from mmkv import calls
 from mmkv.attach.attachment import attachment_of
 from mmkv.budgets import named
 from mmkv.cache.compressed import CompressedCache
+from mmkv.eval.environment import describe_environment
 from mmkv.eval.speed import models
 from mmkv.eval.speed.kvpress_worker import Worker, nearest_press, press_label
-from mmkv.eval.store import describe_environment
 from mmkv.eval.variants import parse_variants
 from mmkv.memory import Memory
 from mmkv.planning import comparing

@@ -12,8 +12,9 @@ from helpers.models import make_inputs, next_turn
 from helpers.oracle import generate, short
 from helpers.profiles import profile_of
 from mmkv.cache import selection
+from mmkv.eval.harness.arguments import harness_arguments
 from mmkv.eval.speed.bench import Setting, make_rows
-from mmkv.eval.variants import parse_variants, plugin_arguments
+from mmkv.eval.variants import parse_variants
 from mmkv.registry import exact_share
 
 SAID = "mmkv.cache.config"  # what logs shortfalls
@@ -170,8 +171,8 @@ def test_evaluations_set_least_to_0():
     assert [x.recorded.get("least") for x in parse_variants(names)] == [0, 8, None]
     (asked,) = parse_variants(["condense"], {"least": 64})
     assert asked.options == {"least": 64}
-    assert plugin_arguments("condense", 0.2, None, {})[1] == {"least": 0}
-    assert plugin_arguments("condense", 0.2, None, {"least": "9"})[1] == {"least": 9}
+    assert harness_arguments("condense", 0.2, None, {})[1] == {"least": 0}
+    assert harness_arguments("condense", 0.2, None, {"least": "9"})[1] == {"least": 9}
     setting = Setting("toy", 64, 4, 1, tuple(names), (0.2,))
     rows = {x.label: x.options for x in make_rows(setting, kvpress=False)}
     assert rows["condense 0.2"] == {"least": 0}

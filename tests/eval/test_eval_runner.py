@@ -18,11 +18,12 @@ from helpers.models import make_model
 from helpers.processes import exit_code
 from mmkv.cache.compressed import CompressedCache
 from mmkv.eval import measure, runner
+from mmkv.eval.harness.arguments import harness_arguments
 from mmkv.eval.measure import perplexity
 from mmkv.eval.prompts import Encoder
 from mmkv.eval.store import RunError, digest, key_of, read_rows, read_settings
 from mmkv.eval.tabulate import Report
-from mmkv.eval.variants import parse_variants, plugin_arguments
+from mmkv.eval.variants import parse_variants
 from mmkv.memory import Memory
 from mmkv.policy_options import option_texts
 from mmkv.registry import load_plugin
@@ -337,7 +338,7 @@ def test_variant_text_sets_options_profile_and_type():
     (few_bits,) = parse_variants(["snapkv:kv_dtype=int4:window=4"])
     assert (few_bits.options, few_bits.kv_dtype) == ({"window": 4}, "int4")
     assert few_bits.recorded == {"window": 4, "kv_dtype": "int4"}
-    mine = plugin_arguments("snapkv", 0.2, None, {"kv_dtype": "int4", "window": 4, "x": 1})
+    mine = harness_arguments("snapkv", 0.2, None, {"kv_dtype": "int4", "window": 4, "x": 1})
     assert mine == (0.2, {"kv_dtype": "int4", "window": 4}, {"x": 1})
     (chunks,) = parse_variants(["condense:evict_chunks=64"])
     assert chunks.options == {"least": 0}

@@ -349,7 +349,7 @@ class TestCommands:
         from lm_eval._cli import HarnessCLI
 
         import mmkv.eval.harness.lm_eval as plugin
-        from mmkv.eval.variants import plugin_arguments
+        from mmkv.eval.harness.arguments import harness_arguments
 
         (line,) = [x for x in lines() if " -m mmkv.eval.harness.lm_eval " in x]
         given: list = []
@@ -358,7 +358,7 @@ class TestCommands:
         plugin.main()
         assert given[0].model == "mmkv"
         arguments = dict(given[0].model_args)
-        size, mine, rest = plugin_arguments(
+        size, mine, rest = harness_arguments(
             arguments.pop("policy"), arguments.pop("budget"), None, arguments
         )
         assert (size, mine, rest) == (0.2, {"window": 8}, {"pretrained": "PATH_OR_ID"})
