@@ -282,7 +282,10 @@ def build(models: Models) -> gr.Blocks:
                     talk = Conversation(loaded, earlier=talk.shown if talk else ())
                     yield {conversation_state: talk}
                 if loaded.reads_pictures and picture is None and not talk.turns:
-                    raise ValueError("there is no picture yet: choose an example or upload one")
+                    raise ValueError(
+                        "there is no picture yet: choose an example or upload one; if you have "
+                        "uploaded a very large one, scale it down"
+                    )
                 yield {earlier: views.earlier(talk.shown)}
                 for turn in talk.ask(inputs[question], settings, *([picture] if picture else [])):
                     if talk.closed:
