@@ -148,9 +148,9 @@ def _coded(keys: Any, values: Any, bits: int) -> Any:
 
 def _by_products(q: Any, k: Any, v: Any, bias: Any) -> object:
     """Attend by two matrix products and a softmax."""
-    from mmkv.cache.products import mixed, products
+    from mmkv.cache.products import products, weighted_sums
 
-    return mixed((products(q, k, q.shape[-1] ** -0.5) + bias).softmax(-1), v)
+    return weighted_sums((products(q, k, q.shape[-1] ** -0.5) + bias).softmax(-1), v)
 
 
 def _fused(backend: Any, q: Any, k: Any, v: Any, bias: Any = None) -> object:

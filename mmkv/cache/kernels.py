@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mmkv.cache.products import Coded, mixed, needs_gradient, products
+from mmkv.cache.products import Coded, needs_gradient, products, weighted_sums
 
 aten: Any = torch.ops.aten
 
@@ -69,7 +69,7 @@ def attend(
         logits = logits.masked_fill(~visible, -torch.inf)
     elif visible is not None:
         logits += visible
-    return mixed(logits.softmax(dim=-1), values)
+    return weighted_sums(logits.softmax(dim=-1), values)
 
 
 def _kernel_for(

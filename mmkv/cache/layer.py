@@ -219,7 +219,7 @@ class KeptKV:
             self.fit()
             self.stored.write(new, slots, step.first)
         else:
-            self.stored.place(new, slots, step.graph_inputs.place)
+            self.stored.write_replayed(new, slots, step.graph_inputs.place)
 
     def fit(self) -> None:
         """Make room for pairs in all slots of the blocks."""

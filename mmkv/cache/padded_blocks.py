@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from mmkv.cache.forward_pass import GraphInputs
 from mmkv.cache.kernels import attend, weigh
-from mmkv.cache.products import Pairs, mixed
+from mmkv.cache.products import Pairs, weighted_sums
 from mmkv.decode.slots import SlotSchedule, spare
 from mmkv.tensors import send
 
@@ -341,7 +341,7 @@ class AccumulatingBlock(PaddedBlock):
         self.accumulated[:, None, :width].baddbmm_(mean, weights)
         if query.requires_grad:
             return attend(query, *pairs, visible, step.scale, step.softcap)
-        return mixed(weights, pairs[1])
+        return weighted_sums(weights, pairs[1])
 
     def _grow(self, n_new: int) -> None:
         """Add empty slots, whose score is inf."""

@@ -91,7 +91,9 @@ class PlainKV:
                 else:
                     store[:, rows, slot] = x[:, :, 0]
 
-    def place(self, new: Sequence[Tensor], slots: Sequence[int | Tensor], place: Tensor) -> None:
+    def write_replayed(
+        self, new: Sequence[Tensor], slots: Sequence[int | Tensor], place: Tensor
+    ) -> None:
         """Write the pair of one new token, in a replayed step; `slots` has [R or 1] a block."""
         self.write(new, slots, 0)
 

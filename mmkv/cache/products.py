@@ -42,7 +42,7 @@ class Coded(NamedTuple):
         )
         return total if self.mean is None else total.add_(query @ self.mean.mT)
 
-    def mixed(self, weights: Tensor) -> Tensor:
+    def weighted_sums(self, weights: Tensor) -> Tensor:
         """Return the sums of all slots by weights [R, Q, S]: [R, Q, D]."""
         sums = list[Tensor]()
         for _, codes, step in self._groups(self.codes):
@@ -105,8 +105,10 @@ def products(query: Tensor, keys: Tensor | Coded, scale: float) -> Tensor:
     return (query * scale) @ keys.mT
 
 
-def mixed(weights: Tensor, values: Tensor | Coded) -> Tensor:
+def weighted_sums(weights: Tensor, values: Tensor | Coded) -> Tensor:
     """Return the sums of values by weights [R, Q, S]: [R, Q, D]."""
     if isinstance(values, Coded):
-        return values.mixed(weights.to(torch.promote_types(weights.dtype, values.step.dtype)))
+        return values.weighted_sums(
+            weights.to(torch.promote_types(weights.dtype, values.step.dtype))
+        )
     return weights.to(values.dtype) @ values

@@ -300,7 +300,9 @@ class QuantizedKV:
             else:
                 block.copy_(torch.arange(slot, slot + q, device=block.device))
 
-    def place(self, new: Sequence[Tensor], slots: Sequence[int | Tensor], place: Tensor) -> None:
+    def write_replayed(
+        self, new: Sequence[Tensor], slots: Sequence[int | Tensor], place: Tensor
+    ) -> None:
         """Put one token's pair at a place [1] of the window, in a replayed step.
 
         The host has called `make_room`; other arguments are those of `write`.

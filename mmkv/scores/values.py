@@ -122,7 +122,7 @@ def with_first(score: Tensor, attention: Tensor, first: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def mixed(score: Tensor, layer: LayerInputs) -> Tensor:
+def mixkv_score(score: Tensor, layer: LayerInputs) -> Tensor:
     """Return a score by attention, mixed with the value's norm and the key's dissimilarity.
 
     `r * d + (1 - r) * (a + u)`: a is the score, u the value's L2 norm, d minus the key's similarity

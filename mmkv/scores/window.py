@@ -107,7 +107,7 @@ class WindowAttention(Score):
                 half = (layer.size / 2).int() - self.window
                 scores = values.with_first(scores, attention, half)
         if self.diversity:
-            scores = values.mixed(scores, layer)
+            scores = values.mixkv_score(scores, layer)
         return F.pad(scores, (0, self.window))
 
 

@@ -48,7 +48,7 @@ def test_attention_to_codes_equals_that_of_products(kernel, bits, sizes, queries
     ((keys, values),) = stored._coded([147], whole=False)
     query, weights = torch.randn(3, queries, max(sizes)), bias_of(3, 147, bias)
     logits = keys.products(query * 0.3)
-    expected = values.mixed((logits if weights is None else logits + weights).softmax(-1))
+    expected = values.weighted_sums((logits if weights is None else logits + weights).softmax(-1))
     same(kernel(query, keys, values, weights, 0.3), expected)
 
 
