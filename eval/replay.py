@@ -60,13 +60,13 @@ class Capture(CompressedCache):
         """Return the wrapped model's cache after these prompts; the next pass decodes."""
         attachment = attachment_of(model)
         cache = CompressedCache(attachment.parts.config, attachment.plan)
-        prompt: Any = self.prompt
+        masks: Any = self.masks
         uses_rotary = attachment.plan.policy.uses_rotary
         running = ForwardPass(ids=self.ids, parts=attachment.parts)
         token = current.set(running)
         try:
             with torch.no_grad():
-                if cache.begin(running, prompt.valid, None, prompt.image):
+                if cache.begin(running, masks.valid, None, masks.image):
                     layers = (inputs for *_, inputs in self.calls.values() if inputs is not None)
                     cache.set_sizes([cache.first_scores(x) for x in layers])
                 for i, (key, value, inputs) in self.calls.items():

@@ -171,13 +171,13 @@ def _restored(
     cache = CompressedCache(parts.config, attachment.plan)
     inputs, pictured = _inputs(attachment, tensors)
     (B, T), L = pictured.shape, len(cache.compressed)
-    prompt = TokenMasks.of(
+    masks = TokenMasks.of(
         cache.plan,
         inputs["attention_mask"].bool(),
         pictured if parts.image_token_ids else None,
         n_layers=L,
     )
-    prompt.check_ends()
+    masks.check_ends()
     task, shares = header["task"], header["learned"]
     valid = all(type(x) is float and 0 <= x <= 1 for x in shares)
     valid = valid and len(shares) in (0, L) and math.isclose(sum(shares or [1.0]), 1.0)
@@ -190,10 +190,10 @@ def _restored(
     for i, (start, layer) in enumerate(_by_name(cache)):
         (H, D), found = parts.pair_shape(i), _named(tensors, start)
         if isinstance(layer, CompressedLayer):
-            _take(tensors, start, layout(cache.plan, prompt, (H, D), dtypes, found))
-            check_rows(cache.plan, prompt, found)
+            _take(tensors, start, layout(cache.plan, masks, (H, D), dtypes, found))
+            check_rows(cache.plan, masks, found)
             found = {name: x.to(device) for name, x in found.items()}
-            layer.state = unpacked(cache.plan, prompt, found)
+            layer.state = unpacked(cache.plan, masks, found)
             layer.seen, layer.is_initialized = T, True
         else:
             spec = Spec((B, H, min(T, layer.sliding_window - 1), D), dtypes)
@@ -203,8 +203,8 @@ def _restored(
             layer.keys, layer.values, layer.cumulative_length = keys, values, T
     if tensors:
         raise ValueError(f"{min(tensors)[:60]!r} is in no context of this model")
-    masks = {name: x.to(device) for name, x in vars(prompt).items() if isinstance(x, Tensor)}
-    cache.prompt, cache.phase, cache.sizes_learned = replace(prompt, **masks), Decoding(), True
+    moved = {name: x.to(device) for name, x in vars(masks).items() if isinstance(x, Tensor)}
+    cache.masks, cache.phase, cache.sizes_learned = replace(masks, **moved), Decoding(), True
     inputs = {name: x.to(device) for name, x in inputs.items()}
     cache.ids = inputs["input_ids"]
     return cache, inputs

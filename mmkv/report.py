@@ -83,8 +83,8 @@ class CacheReport:
         Raises:
             ValueError: no prompt was run through the cache yet.
         """
-        prompt, layers = cache.prompt, []
-        if prompt is None:
+        masks, layers = cache.masks, []
+        if masks is None:
             raise ValueError("nothing is kept yet: run a prompt through the wrapped model first")
         full_nbytes, compressed = 0, {id(x): x for x in cache.compressed}
         merge = cache.plan.policy.merge
@@ -104,11 +104,11 @@ class CacheReport:
             else:
                 full_nbytes += nbytes
                 layers.append(LayerReport(i, False, [], nbytes, None))
-        generated = cache.compressed[0].seen - prompt.valid.shape[1]
+        generated = cache.compressed[0].seen - masks.valid.shape[1]
         seen = [n + generated for n in cache.lengths]
         heads = cache.compressed[0].keeping().heads
         pairs = sum(n for x in layers for row in x.kept for n in row)
-        n_heads, prompt_end = heads * len(cache.compressed), prompt.valid.shape[1]
+        n_heads, prompt_end = heads * len(cache.compressed), masks.valid.shape[1]
         prompt_pairs = sum(int(x.keeping().counts(prompt_end).sum()) for x in cache.compressed)
         return cls(
             policy=cache.plan.policy.name,
@@ -193,8 +193,8 @@ def mean_known(numbers: Iterable[float | None]) -> float | None:
 
 
 def _notes(cache: CacheState) -> list[str]:
-    policy, prompt = cache.plan.policy, cache.prompt
-    assert prompt is not None
+    policy, masks = cache.plan.policy, cache.masks
+    assert masks is not None
     if cache.plan.keeps_everything:
         return ["the full cache: nothing is evicted"]
     notes = list[str]()
@@ -213,9 +213,9 @@ def _notes(cache: CacheState) -> list[str]:
             notes.append(f"row {row}: {kept}, more than {setting}; least=0 switches this off")
     if policy.merge is not None and policy.merge.weighted and n_whole < len(cache.lengths):
         notes.append("tokens without a pair of their own are merged into groups")
-    if plan.kv_dtype is not None and cache.compressed[0].seen > prompt.valid.shape[1]:
+    if plan.kv_dtype is not None and cache.compressed[0].seen > masks.valid.shape[1]:
         notes.append("the bytes include slots in the model's type for the newest generated tokens")
-    competed = int((prompt.valid & ~prompt.is_prompt).sum())
+    competed = int((masks.valid & ~masks.is_prompt).sum())
     if competed and policy.decode.every:
         notes.append("generated tokens count as prompt once they have competed")
     if (sampling := cache.plan.sampling) is not None:
@@ -228,4 +228,4 @@ def _notes(cache: CacheState) -> list[str]:
         )
     if isinstance(policy.heads, VisualHeads):
         notes.append(NO_VISUAL_PROFILE.format(policy=policy.name))
-    return notes + cache.plan.shortfalls(prompt, len(cache.compressed))
+    return notes + cache.plan.shortfalls(masks, len(cache.compressed))

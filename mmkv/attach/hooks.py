@@ -259,11 +259,11 @@ def after_attention(layer_idx: int, attachment: Attachment, module: nn.Module, *
     if running is None or running.cache is None or layer_idx not in running.streams:
         return
     before, cache = running.streams.pop(layer_idx), running.cache
-    if cache.prompt is None or not isinstance(cache.phase, Reading):
+    if cache.masks is None or not isinstance(cache.phase, Reading):
         return
     output = attachment.parts.added(layer_idx, call[-1][0])  # the output is the last
     before = before.to(output.device)  # a device_map moves it after this layer's hooks
-    valid = cache.prompt.valid[:, -before.shape[1] :].to(before.device)
+    valid = cache.masks.valid[:, -before.shape[1] :].to(before.device)
     after = before + output
     with torch.no_grad():
         similarity = residual_similarity(before, after, valid)

@@ -116,10 +116,10 @@ def _pieces(
     """
     score = cache.plan.policy.score
     assert isinstance(score, Repetition)
-    assert cache.prompt is not None
+    assert cache.masks is not None
     (B, q), device = embeds.shape[:2], embeds.device
-    valid = cache.prompt.valid[:, -q:].to(device)
-    first, number = cache.prompt.valid.shape[1] - q, valid.sum(-1, keepdim=True)
+    valid = cache.masks.valid[:, -q:].to(device)
+    first, number = cache.masks.valid.shape[1] - q, valid.sum(-1, keepdim=True)
     order = (~valid).int().argsort(dim=-1, stable=True)  # each row's tokens, then its padding
     ids = torch.tensor(score.ids, dtype=torch.int64, device=device)
     instruction = decoder.get_input_embeddings()(ids).to(embeds.dtype).expand(B, -1, -1)
@@ -177,14 +177,14 @@ class _Repeater:
 
     def _scored(self, kv: PromptKV, new: LayerInputs, valid: Tensor) -> Tensor:
         """Return the scores [B, H, U] of a layer's tokens, updated for the repeated tokens."""
-        policy, prompt, device = self.cache.plan.policy, self.cache.prompt, new.query.device
-        assert prompt is not None
+        policy, masks, device = self.cache.plan.policy, self.cache.masks, new.query.device
+        assert masks is not None
         B, H, U, D = kv.keys.shape
         tokens, present = self.tokens.to(device), self.present.to(device)
-        columns = tokens - prompt.valid.shape[1] + U  # new tokens are the last of every head
+        columns = tokens - masks.valid.shape[1] + U  # new tokens are the last of every head
         # Every head has the sinks. Leave out those that are part of the piece itself.
         n = min(policy.sinks, U)
-        age = kv.positions.masked_fill(kv.positions < 0, prompt.valid.shape[1])
+        age = kv.positions.masked_fill(kv.positions < 0, masks.valid.shape[1])
         sinks = age.argsort(dim=-1, stable=True)[..., :n]
         sink_valid = age.gather(-1, sinks)[:, 0] < tokens[:, :1]
         index = torch.cat([sinks.expand(B, H, -1), columns[:, None].expand(B, H, -1)], dim=2)

@@ -54,11 +54,11 @@ def check_read(cache: CacheState, ids: Tensor, mask: Tensor | None) -> None:
     Raises:
         ValueError: another token differs.
     """
-    read, prompt = cache.ids, cache.prompt
-    if read is None or prompt is None or len(read) % len(ids):
+    read, masks = cache.ids, cache.masks
+    if read is None or masks is None or len(read) % len(ids):
         return
     n = min(read.shape[1], cache.get_seq_length(), ids.shape[1])
-    ids, counts = ids[:, :n], prompt.valid[:, :n].to(ids.device)
+    ids, counts = ids[:, :n], masks.valid[:, :n].to(ids.device)
     differ = ids.repeat_interleave(len(read) // len(ids), 0) != read[:, :n].to(ids.device)
     differ[:, : counts.shape[1]] &= counts
     if mask is not None:
@@ -75,9 +75,9 @@ def check_read(cache: CacheState, ids: Tensor, mask: Tensor | None) -> None:
 
 def check_rows(cache: CacheState, n_rows: int) -> None:
     """Check that a pass has as many rows as the cache. Raises ValueError."""
-    if cache.prompt is None or len(cache.prompt.valid) == n_rows:
+    if cache.masks is None or len(cache.masks.valid) == n_rows:
         return
-    held = len(cache.prompt.valid)
+    held = len(cache.masks.valid)
     repeats = n_rows % held == 0
     remedy = f"repeat_interleave({n_rows // held})" if repeats else "select_indices(rows)"
     raise ValueError(
@@ -186,15 +186,15 @@ def log_hidden_replies(cache: CacheState, hidden: Tensor) -> None:
 
 def _generated(cache: CacheState, seen: Tensor) -> Tensor:
     """Return which of the tokens `seen` [B, T] were generated, bool [B, T]."""
-    assert cache.prompt is not None
-    of_prompts = cache.prompt.is_prompt.to(seen.device)
+    assert cache.masks is not None
+    of_prompts = cache.masks.is_prompt.to(seen.device)
     return ~pad(of_prompts, (0, seen.shape[1] - of_prompts.shape[1]), value=False)
 
 
 def check_whole(cache: CacheState) -> None:
     """Raise ValueError after an interrupted pass, whose tokens some layers have not stored."""
     seen = [x.seen for x in cache.compressed]
-    marked = 0 if cache.prompt is None else cache.prompt.valid.shape[1]
+    marked = 0 if cache.masks is None else cache.masks.valid.shape[1]
     if (least := min(seen)) < (most := max(*seen, marked)):
         raise ValueError(
             f"this CompressedCache was interrupted within a pass (some layers have stored {least} "

@@ -109,45 +109,45 @@ class CompressedCache(CacheState):
             if phase.masks_earlier:
                 checks.log_hidden_replies(self, earlier_valid & ~earlier)
             earlier_valid = earlier_valid & earlier
-        self.prompt = prompt = self._marked(valid, image, earlier_valid)
+        self.masks = masks = self._marked(valid, image, earlier_valid)
         phase.sizes, running.cache, running.valid = None, self, valid
-        if phase.until is not None and prompt.valid.shape[1] >= phase.until:
+        if phase.until is not None and masks.valid.shape[1] >= phase.until:
             phase.until = None
         is_complete = phase.until is None
-        phase.evicts = is_complete or (plan.evict_chunks and not all(prompt.ends_in_padding))
-        self._prepare_scores(prompt, phase)
+        phase.evicts = is_complete or (plan.evict_chunks and not all(masks.ends_in_padding))
+        self._prepare_scores(masks, phase)
         if not phase.evicts:
             return False
         if is_complete:
-            prompt.check_ends()
+            masks.check_ends()
             if not phase.keeps_all:
-                plan.log_shortfalls(prompt, len(self.compressed))
+                plan.log_shortfalls(masks, len(self.compressed))
         scores_first = plan.needs_all_layers and plan.policy.layers.needs == "mini-prefill"
-        if scores_first and seen == 0 and any(plan.evicting(prompt)):
+        if scores_first and seen == 0 and any(plan.evicting(masks)):
             return True
         if phase.keeps_all:
-            phase.sizes = [prompt.lengths] * len(self.compressed)
+            phase.sizes = [masks.lengths] * len(self.compressed)
         elif not plan.needs_all_layers:
-            phase.sizes = self._sizes(prompt)
+            phase.sizes = self._sizes(masks)
         return False
 
     def first_scores(self, layer: LayerInputs) -> Tensor:
         """Score a prompt's tokens in a pass before the layer sizes are known: [B, H or 1, N]."""
-        prompt, reading = self.prompt, self.reading
-        assert prompt is not None
+        masks, reading = self.masks, self.reading
+        assert masks is not None
         assert reading is not None
-        layer = replace(layer, image=prompt.image.to(layer.key.device)).sized(reading.mean_sizes)
-        present = layer.valid if any(prompt.inner_padding) else None
-        return importance(self.plan.policy, layer, prompt.windows, present)
+        layer = replace(layer, image=masks.image.to(layer.key.device)).sized(reading.mean_sizes)
+        present = layer.valid if any(masks.inner_padding) else None
+        return importance(self.plan.policy, layer, masks.windows, present)
 
     def set_sizes(self, scores: Sequence[Tensor]) -> None:
         """Set the layer sizes by the scores [B, H or 1, N] of each layer from a first pass."""
-        reading, prompt = self.reading, self.prompt
+        reading, masks = self.reading, self.masks
         assert reading is not None
-        assert prompt is not None
-        numbers = torch.arange(prompt.valid.shape[1], device=prompt.valid.device)
-        positions = numbers.masked_fill(~prompt.valid, -1)[:, None]
-        reading.sizes = self._sizes(prompt, scores, [positions.to(x.device) for x in scores])
+        assert masks is not None
+        numbers = torch.arange(masks.valid.shape[1], device=masks.valid.device)
+        positions = numbers.masked_fill(~masks.valid, -1)[:, None]
+        reading.sizes = self._sizes(masks, scores, [positions.to(x.device) for x in scores])
 
     def step(self, running: ForwardPass, mask: Tensor | None, q: int) -> None:
         """Prepare a step of q tokens; `mask` [B, seen + q] is False for tokens they do not see.
@@ -174,11 +174,11 @@ class CompressedCache(CacheState):
         phase.waiting = decode.latest
         valid = self.valid_tokens(self.get_seq_length() + q)
         assert valid is not None
-        self.prompt = self._marked(valid[:, :0], None, valid)
+        self.masks = self._marked(valid[:, :0], None, valid)
         phase.reading = Reading(evicts=True)
-        self._prepare_scores(self.prompt, phase.reading)
+        self._prepare_scores(self.masks, phase.reading)
         if not self.plan.needs_all_layers:
-            phase.reading.sizes = self._sizes(self.prompt)
+            phase.reading.sizes = self._sizes(self.masks)
 
     def _marked(self, valid: Tensor, image: Tensor | None, earlier: Tensor | None) -> TokenMasks:
         """Return the masks of all tokens, the new ones included; arguments of `TokenMasks.of`."""
@@ -187,7 +187,7 @@ class CompressedCache(CacheState):
             valid,
             image,
             n_layers=len(self.compressed),
-            before=self.prompt,
+            before=self.masks,
             earlier=earlier,
         )
 
@@ -225,8 +225,8 @@ class CompressedCache(CacheState):
                 earlier = layer.dense()
                 assert earlier is not None
                 if self.phase.masks_earlier:
-                    assert self.prompt is not None
-                    earlier = earlier.masked(self.prompt.valid)
+                    assert self.masks is not None
+                    earlier = earlier.masked(self.masks.valid)
                 positions = self._new_positions(layer, call.key)
                 layer.state = earlier.extended(call.key, call.value, positions)
             among = running.view(call.mask)
@@ -263,9 +263,9 @@ class CompressedCache(CacheState):
         In a round, the queries of all tokens generated since the last round observe. `inputs` are
         those of the new tokens. `attend` has stored their pairs, except in a prompt's first pass.
         """
-        layer, reading, prompt = self.compressed_layer(inputs.layer_idx), self.reading, self.prompt
+        layer, reading, masks = self.compressed_layer(inputs.layer_idx), self.reading, self.masks
         assert reading is not None
-        assert prompt is not None
+        assert masks is not None
         policy = self.plan.policy
         with outside_inference_mode(), torch.no_grad():
             if isinstance(layer.state, KeptKV):
@@ -277,34 +277,34 @@ class CompressedCache(CacheState):
                 layer.state = PromptKV(inputs.key, inputs.value, positions)
             prompt_kv, layer.reply_queries = layer.state, []
             if reading.scores:
-                prompt_kv.score(policy, inputs, prompt, reading.mean_sizes)
+                prompt_kv.score(policy, inputs, masks, reading.mean_sizes)
             if reading.evicts:
                 prompt_kv.tail = Tail()  # the prompt is complete
             else:
-                prompt_kv.record_tail(policy, inputs, prompt)
+                prompt_kv.record_tail(policy, inputs, masks)
             if reading.sizes is not None:
                 self._evict(inputs.layer_idx, reading.sizes[self.ordinal[inputs.layer_idx]])
 
     def _new_positions(self, layer: CompressedLayer, key: Tensor) -> Tensor:
         """Return the positions of the new tokens, int64 [B, 1, q], -1 for padding."""
-        assert self.prompt is not None
+        assert self.masks is not None
         first = layer.seen - key.shape[2]
         positions = torch.arange(first, layer.seen, device=key.device)
-        return positions.masked_fill(~self.prompt.valid[:, first:].to(key.device), -1)[:, None]
+        return positions.masked_fill(~self.masks.valid[:, first:].to(key.device), -1)[:, None]
 
     def finish(self) -> None:
         """Size and evict the layers that wait for the last layer of the pass."""
-        phase, prompt, layers = self.phase, self.prompt, self.compressed
+        phase, masks, layers = self.phase, self.masks, self.compressed
         reading = self.reading
-        if reading is None or prompt is None or not reading.evicts:
+        if reading is None or masks is None or not reading.evicts:
             return
         waiting = [x.state for x in layers if isinstance(x.state, PromptKV)]
         if waiting:
             scores = [x.scores for x in waiting if x.scores is not None]
             measured = [x.measured for x in waiting if x.measured is not None]
-            sizes = self._sizes(prompt, scores, [x.positions for x in waiting], measured)
+            sizes = self._sizes(masks, scores, [x.positions for x in waiting], measured)
             with outside_inference_mode(), torch.no_grad():
-                split = head_sizes(waiting, self.plan.policy, prompt, sizes)
+                split = head_sizes(waiting, self.plan.policy, masks, sizes)
                 for i, size, heads in zip(self.ordinal, sizes, split, strict=True):
                     self._evict(i, size, heads)
         if isinstance(phase, Decoding):
@@ -312,17 +312,17 @@ class CompressedCache(CacheState):
         elif phase.until is None:
             self.phase = Decoding()
 
-    def _prepare_scores(self, prompt: TokenMasks, phase: Reading) -> None:
+    def _prepare_scores(self, masks: TokenMasks, phase: Reading) -> None:
         """Set whether this pass scores: if it evicts, and always if scores are sums over turns."""
         plan, score = self.plan, self.plan.policy.score
         evicts = phase.evicts and not phase.keeps_all
         adds = score.turn_reduction == "sum" and not plan.keeps_everything
-        phase.scores = (adds or (evicts and any(plan.evicting(prompt)))) and not score.repeats
-        phase.mean_sizes = plan.mean_sizes(prompt, len(self.compressed))
+        phase.scores = (adds or (evicts and any(plan.evicting(masks)))) and not score.repeats
+        phase.mean_sizes = plan.mean_sizes(masks, len(self.compressed))
 
     def _sizes(
         self,
-        prompt: TokenMasks,
+        masks: TokenMasks,
         scores: Sequence[Tensor] = (),
         positions: Sequence[Tensor] = (),
         measured: Sequence[Tensor] = (),
@@ -333,24 +333,24 @@ class CompressedCache(CacheState):
         if not measured:
             measured = [by_layer[i][0] for i in sorted(by_layer)]
         n_layers = len(self.compressed)
-        sizes = sizes_of_rows(self.plan, prompt, n_layers, scores, positions, measured)
+        sizes = sizes_of_rows(self.plan, masks, n_layers, scores, positions, measured)
         if isinstance(phase, Reading) and phase.until is None and not self.sizes_learned:
             self.sizes_learned = True
-            self.plan.learn(sizes, prompt.lengths)
+            self.plan.learn(sizes, masks.lengths)
         return [list(layer) for layer in zip(*sizes, strict=True)]
 
     def _evict(self, layer_idx: int, sizes: list[int], split: Tensor | None = None) -> None:
         """Replace a layer's tokens by a copy of those that it keeps."""
         layer: Any = self.layers[layer_idx]
         assert isinstance(layer.state, PromptKV)
-        assert self.prompt is not None
-        expected = max(0, self.max_length - self.prompt.valid.shape[1])
+        assert self.masks is not None
+        expected = max(0, self.max_length - self.masks.valid.shape[1])
         if isinstance(self.phase, Reading) and self.phase.until is not None:
             expected = 0  # the next chunk of the prompt allocates new storage
         n_newest = 0
         if isinstance(self.phase, Decoding):
-            last = self.prompt.is_prompt[0].nonzero()[-1]
-            n_newest = self.prompt.valid.shape[1] - 1 - int(last)
+            last = self.masks.is_prompt[0].nonzero()[-1]
+            n_newest = self.masks.valid.shape[1] - 1 - int(last)
         layer.state = evict(
-            layer.state, self.plan, self.prompt, sizes, expected, layer_idx, split, n_newest
+            layer.state, self.plan, self.masks, sizes, expected, layer_idx, split, n_newest
         )

@@ -126,16 +126,16 @@ class CacheConfig:
             return int(self.allotment.budget(length) * n_layers * length) if length else 0
         return round(self.budget * n_layers * length) if isinstance(self.budget, float) else 0
 
-    def evicting(self, prompt: TokenMasks) -> list[bool]:
+    def evicting(self, masks: TokenMasks) -> list[bool]:
         """Return for each row whether it may lose a token in this pass."""
-        rows = zip(self.long_enough(prompt), prompt.ends_in_padding, strict=True)
+        rows = zip(self.long_enough(masks), masks.ends_in_padding, strict=True)
         return [is_long and not in_padding for is_long, in_padding in rows]
 
-    def long_enough(self, prompt: TokenMasks) -> list[bool]:
+    def long_enough(self, masks: TokenMasks) -> list[bool]:
         """Return for each row whether it is long enough to lose a token."""
         if self.keeps_everything:
-            return [False] * len(prompt.lengths)
-        rows = zip(prompt.lengths, prompt.n_pinned, strict=True)
+            return [False] * len(masks.lengths)
+        rows = zip(masks.lengths, masks.n_pinned, strict=True)
         return [n > max(self.kept_whole, n_pinned) for n, n_pinned in rows]
 
     def started(self) -> CacheConfig:
@@ -174,11 +174,11 @@ class CacheConfig:
         needs |= bool(self.policy.layers.needs) and not sized
         return needs and not self.keeps_everything
 
-    def mean_sizes(self, prompt: TokenMasks, n_layers: int) -> list[float] | None:
+    def mean_sizes(self, masks: TokenMasks, n_layers: int) -> list[float] | None:
         """Return the tokens a head keeps of each row, mean over layers; None without a budget."""
         if self.budget is None:
             return None
-        rows = zip(prompt.lengths, prompt.n_pinned, strict=True)
+        rows = zip(masks.lengths, masks.n_pinned, strict=True)
         return [max(self.total_kept(n_layers, n) / n_layers, pinned) for n, pinned in rows]
 
     def raised(self, length: int, n_layers: int, total: int | None = None) -> bool:
@@ -191,7 +191,7 @@ class CacheConfig:
             return False
         return self._share(n_layers, length) < least and total in (None, least)
 
-    def shortfalls(self, prompt: TokenMasks, n_layers: int) -> list[str]:
+    def shortfalls(self, masks: TokenMasks, n_layers: int) -> list[str]:
         """Return a note on each row of which the budget keeps no more than the pinned tokens."""
         policy, budget, notes = self.policy, self.budget, list[str]()
         if budget is None or self.keeps_everything:
@@ -199,10 +199,10 @@ class CacheConfig:
         pinned = [f"window {policy.window_size}"] if policy.window_size else []
         pinned += [f"sinks {policy.sinks}"] if policy.sinks else []
         pinned += ["protected text"] if policy.protect is not None else []
-        n_marked = map(sum, zip(prompt.n_protected, prompt.windows, strict=True))
-        if any(map(int.__gt__, prompt.n_pinned, n_marked)):  # a round of generated tokens
+        n_marked = map(sum, zip(masks.n_protected, masks.windows, strict=True))
+        if any(map(int.__gt__, masks.n_pinned, n_marked)):  # a round of generated tokens
             pinned.append(f"latest {policy.decode.latest}")
-        rows = zip(prompt.lengths, prompt.windows, prompt.n_pinned, strict=True)
+        rows = zip(masks.lengths, masks.windows, masks.n_pinned, strict=True)
         for row, (length, window, n_pinned) in enumerate(rows):
             total = self.total_kept(n_layers, length)
             budget_left = total - n_layers * n_pinned  # for tokens that compete
@@ -223,9 +223,9 @@ class CacheConfig:
             notes.append(text)
         return notes
 
-    def log_shortfalls(self, prompt: TokenMasks, n_layers: int) -> None:
+    def log_shortfalls(self, masks: TokenMasks, n_layers: int) -> None:
         """Log the first notes of `shortfalls` in one line, once a wrap."""
-        notes = [] if "shortfalls" in self.logged else self.shortfalls(prompt, n_layers)
+        notes = [] if "shortfalls" in self.logged else self.shortfalls(masks, n_layers)
         if notes:
             self.logged.add("shortfalls")
             rest = f"; and {len(notes) - _MOST_NAMED} rows more" if len(notes) > _MOST_NAMED else ""

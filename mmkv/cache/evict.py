@@ -69,7 +69,7 @@ class _Slots:
 def evict(
     prompt_kv: PromptKV,
     plan: CacheConfig,
-    prompt: TokenMasks,
+    masks: TokenMasks,
     sizes: Sequence[int],
     expected: int,
     layer_idx: int,
@@ -81,7 +81,7 @@ def evict(
     Args:
         prompt_kv: all tokens of the layer.
         plan: policy and budget.
-        prompt: the masks of the tokens.
+        masks: those of the tokens.
         sizes: tokens kept per head, for each row.
         expected: how many tokens will be generated; 0 if that is not known.
         layer_idx: the index of the layer.
@@ -89,12 +89,12 @@ def evict(
         n_newest: how many of the last tokens were generated since the prompt.
     """
     B, H, _, _ = prompt_kv.keys.shape
-    ranking = selection.ranked(plan, prompt_kv, prompt, sizes, layer_idx, split)
-    merge = None if list(sizes) == prompt.lengths else plan.policy.merge
-    kept = ranking.kept(prompt_kv) if merge is None else _merged(merge, prompt_kv, prompt, ranking)
-    slots = _place(prompt_kv, kept, plan, prompt)
+    ranking = selection.ranked(plan, prompt_kv, masks, sizes, layer_idx, split)
+    merge = None if list(sizes) == masks.lengths else plan.policy.merge
+    kept = ranking.kept(prompt_kv) if merge is None else _merged(merge, prompt_kv, masks, ranking)
+    slots = _place(prompt_kv, kept, plan, masks)
     with no_autocast(prompt_kv.keys.device):
-        blocks, stored, error = _store(slots, prompt_kv.means, plan, prompt, expected, n_newest)
+        blocks, stored, error = _store(slots, prompt_kv.means, plan, masks, expected, n_newest)
     retained = None
     if prompt_kv.scores is not None and plan.policy.score.ranks:
         singles = kept.indices
@@ -105,16 +105,14 @@ def evict(
     if kept.slot is not None and kept.weights is not None:
         leaders = slots.positions.long().view(kept.weights.shape)
         leaders = leaders.masked_fill(kept.weights < 2, -1)
-        groups = _groups(kept.slot, leaders, prompt_kv, prompt.valid.shape[1])
+        groups = _groups(kept.slot, leaders, prompt_kv, masks.valid.shape[1])
     return KeptKV(blocks, stored, B, H, list(sizes), retained, error, groups)
 
 
-def _merged(merge: Merge, prompt_kv: PromptKV, prompt: TokenMasks, ranking: Ranking) -> Kept:
+def _merged(merge: Merge, prompt_kv: PromptKV, masks: TokenMasks, ranking: Ranking) -> Kept:
     """Merge evicted pairs into kept ones, by positions that do not count padding between tokens."""
     with no_autocast(prompt_kv.keys.device):
-        kept = merge(
-            replace(prompt_kv, positions=prompt.without_gaps(prompt_kv.positions)), ranking
-        )
+        kept = merge(replace(prompt_kv, positions=masks.without_gaps(prompt_kv.positions)), ranking)
     if not isinstance(kept, Kept):
         raise ValueError(
             f"{type(merge).__name__} returned {type(kept).__name__}: expected a "
@@ -123,7 +121,7 @@ def _merged(merge: Merge, prompt_kv: PromptKV, prompt: TokenMasks, ranking: Rank
     return kept
 
 
-def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMasks) -> _Slots:
+def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, masks: TokenMasks) -> _Slots:
     """Return the slots of each row, with the tokens in them."""
     B, H, U, _ = prompt_kv.keys.shape
     indices = kept.indices.expand(B, H, -1)
@@ -147,7 +145,7 @@ def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMask
         positions,
         keys,
         values,
-        _slot_scores(prompt_kv, kept, plan, prompt),
+        _slot_scores(prompt_kv, kept, plan, masks),
         log_weights,
         per_row(kept.counts),
         per_row(kept.n_protected),
@@ -155,7 +153,7 @@ def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMask
 
 
 def _slot_scores(
-    prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, prompt: TokenMasks
+    prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, masks: TokenMasks
 ) -> Tensor | None:
     """Return the scores that slots keep, float32 [R, M], see `PaddedBlock.scores`.
 
@@ -176,7 +174,7 @@ def _slot_scores(
         how = "sum" if reduction == "sum" else "amax"
         of_slots = of_slots.scatter_reduce_(-1, kept.slot, scores, how)[..., :-1]
     of_slots = of_slots.flatten(0, 1)
-    if reduction == "max" and not all(scored := plan.long_enough(prompt)):
+    if reduction == "max" and not all(scored := plan.long_enough(masks)):
         # Outside of a batch, a row that is too short to lose a token is not scored.
         whole_rows = ~torch.tensor(scored, device="cpu").repeat_interleave(H)[:, None]
         of_slots.masked_fill_(whole_rows.to(of_slots.device, non_blocking=True), 0.0)
@@ -187,7 +185,7 @@ def _store(
     slots: _Slots,
     means: Tensor | None,
     plan: CacheConfig,
-    prompt: TokenMasks,
+    masks: TokenMasks,
     expected: int,
     n_newest: int,
 ) -> tuple[list[PaddedBlock], PlainKV | QuantizedKV, Tensor | None]:
@@ -199,9 +197,9 @@ def _store(
     device, dtype = slots.keys.device, slots.keys.dtype
     blocks, parts = list[PaddedBlock](), list[Any]()
     errors = torch.zeros(B * H, 2, 2, dtype=torch.float32, device=device)
-    start = prompt.valid.shape[1] - min(n_newest, NEWEST)
+    start = masks.valid.shape[1] - min(n_newest, NEWEST)
     for rows, schedule, width, capacity in plan_blocks(
-        plan, prompt, slots.counts, slots.n_protected, expected, device
+        plan, masks, slots.counts, slots.n_protected, expected, device
     ):
         index = send(rows, device)
         tokens, positions = (
@@ -305,7 +303,7 @@ def _groups(slot: Tensor, leaders: Tensor, prompt_kv: PromptKV, seen: int) -> Gr
 
 def plan_blocks(
     plan: CacheConfig,
-    prompt: TokenMasks,
+    masks: TokenMasks,
     counts: np.ndarray,
     n_protected: np.ndarray,
     expected: int,
@@ -316,13 +314,13 @@ def plan_blocks(
     A row keeps `counts` [R] tokens, of which decoding must not drop the first `n_protected` [R].
     Other arguments are those of `evict`.
     """
-    heads, seen = len(counts) // len(prompt.lengths), prompt.valid.shape[1]
-    lengths = np.repeat(prompt.lengths, heads).clip(min=1)  # a row may begin in a later chunk
+    heads, seen = len(counts) // len(masks.lengths), masks.valid.shape[1]
+    lengths = np.repeat(masks.lengths, heads).clip(min=1)  # a row may begin in a later chunk
     # A row so short that it loses no token may grow to this size while decoding.
     kept_whole = plan.kept_whole
     capacity, share = np.where(lengths <= kept_whole, kept_whole, counts), None
     if not isinstance(plan.budget, int):
-        share = counts / lengths * np.repeat(prompt.granted, heads)
+        share = counts / lengths * np.repeat(masks.granted, heads)
         if plan.budget is not None:
             # Tokens kept because of `policy.least`, beyond the budget, do not raise this share.
             target = plan.budget * lengths
@@ -348,7 +346,7 @@ def plan_blocks(
                     "expected a mmkv.decode.slots.SlotSchedule"
                 )
         if isinstance(schedule, HeavyHitterSlots):
-            last = prompt.last_positions(int(schedule.recent.max()))
+            last = masks.last_positions(int(schedule.recent.max()))
             if last is not None:
                 schedule.skip_padding(last.to(device)[send(rows // heads, device)], seen)
         width = int(counts[rows].max())

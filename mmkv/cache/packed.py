@@ -55,7 +55,7 @@ class Spec:
 
 def layout(
     plan: CacheConfig,
-    prompt: TokenMasks,
+    masks: TokenMasks,
     pair_shape: tuple[int, int],
     dtypes: tuple[torch.dtype, ...],
     tensors: Mapping[str, Tensor],
@@ -63,13 +63,13 @@ def layout(
     """Return what the tensors of a packed layer must be, by name.
 
     Args:
-        plan, prompt: of the cache.
+        plan, masks: of the cache.
         pair_shape: H and D.
         dtypes: those in which the model may have written keys and values.
         tensors: those of a file, whose lengths are n, the number of slots, and x, the number of
             pairs held exactly.
     """
-    (B, T), (H, D), policy = prompt.valid.shape, pair_shape, plan.policy
+    (B, T), (H, D), policy = masks.valid.shape, pair_shape, plan.policy
     n, x = (len(tensors[k]) if k in tensors and tensors[k].ndim else 0 for k in _COUNTED)
     specs = {
         "counts": Spec((B, H), (torch.int32,), 0, T),  # slots of each row
@@ -88,12 +88,12 @@ def layout(
             "mean": Spec((B * H, D), means),
             "error": Spec((B, 2), low=0.0),
         }
-    evicted = any(plan.evicting(prompt)) or policy.score.repeats
+    evicted = any(plan.evicting(masks)) or policy.score.repeats
     has_scores = {"": False, "sum": True, "max": evicted}[policy.score.turn_reduction]
     if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_everything:
         specs["scores"] = Spec((n,), low=0.0)
     merges = policy.merge is not None and policy.merge.weighted
-    if merges and n != H * sum(prompt.lengths):
+    if merges and n != H * sum(masks.lengths):
         # The logarithm of a group's weight; weights far from this would overflow.
         specs["bias"] = Spec((n,), (torch.float16,), low=-32.0, high=32.0)
         specs["group_index"] = Spec((B, H, None, -(-T // 8)), (torch.uint8,))
@@ -106,14 +106,14 @@ def layout(
 _COUNTED = ("positions", "exact")
 
 
-def check_rows(plan: CacheConfig, prompt: TokenMasks, tensors: Mapping[str, Tensor]) -> None:
+def check_rows(plan: CacheConfig, masks: TokenMasks, tensors: Mapping[str, Tensor]) -> None:
     """Check that a layer of this `layout` holds what a cache holds of the prompt.
 
     Raises:
         ValueError: counts are not those of the slots; a row's positions are not in stored order,
             or lack one that is pinned; or groups are not led by kept tokens.
     """
-    (B, T), H = prompt.valid.shape, tensors["counts"].shape[1]
+    (B, T), H = masks.valid.shape, tensors["counts"].shape[1]
     counts, position = tensors["counts"].flatten().long(), tensors["positions"].long()
     n_exact = counts.clamp(max=plan.policy.n_exact).sum() if plan.kv_dtype else 0
     lengths = [len(tensors.get(name, ())) for name in _COUNTED]
@@ -121,21 +121,21 @@ def check_rows(plan: CacheConfig, prompt: TokenMasks, tensors: Mapping[str, Tens
         raise ValueError(f"counts sum to {int(counts.sum())} slots, but it has {lengths[0]}")
     row = torch.arange(B * H, device="cpu").repeat_interleave(counts)
     batch = row // H
-    order = row * 2 * T + ~prompt.protected[batch, position] * T + position
-    n_pinned = torch.bincount(row[prompt.pinned[batch, position]], minlength=B * H)
-    valid = prompt.valid[batch, position].all() & (order[1:] > order[:-1]).all()
-    valid &= (n_pinned == torch.tensor(prompt.n_pinned, device="cpu").repeat_interleave(H)).all()
+    order = row * 2 * T + ~masks.protected[batch, position] * T + position
+    n_pinned = torch.bincount(row[masks.pinned[batch, position]], minlength=B * H)
+    valid = masks.valid[batch, position].all() & (order[1:] > order[:-1]).all()
+    valid &= (n_pinned == torch.tensor(masks.n_pinned, device="cpu").repeat_interleave(H)).all()
     if not bool(valid):
         raise ValueError("positions are not kept tokens in stored order")
     if "group_index" in tensors:
-        _check_groups(tensors["group_index"], tensors["bias"], row, position, prompt)
+        _check_groups(tensors["group_index"], tensors["bias"], row, position, masks)
 
 
 def _check_groups(
-    planes: Tensor, bias: Tensor, row: Tensor, position: Tensor, prompt: TokenMasks
+    planes: Tensor, bias: Tensor, row: Tensor, position: Tensor, masks: TokenMasks
 ) -> None:
     """Check that kept tokens lead the groups, and that only groups have weights."""
-    T, w = prompt.valid.shape[1], planes.shape[2]
+    T, w = masks.valid.shape[1], planes.shape[2]
     if not 1 < w < T.bit_length() + 3:
         raise ValueError(f"group_index has codes of {w} bits")
     leaders = GroupIndex(planes, T).leaders()
@@ -143,7 +143,7 @@ def _check_groups(
     R, lead = len(group), group.clamp(min=0)
     is_lead = torch.zeros(R, T, dtype=torch.bool, device="cpu")
     is_lead[row, position] = True
-    valid = is_lead.gather(-1, lead) & prompt.valid.repeat_interleave(R // len(prompt.valid), dim=0)
+    valid = is_lead.gather(-1, lead) & masks.valid.repeat_interleave(R // len(masks.valid), dim=0)
     same = GroupIndex.of(leaders).planes
     if not (same.equal(planes) and bool((valid | (group < 0)).all())):
         raise ValueError("group_index names groups without a stored pair")
@@ -209,7 +209,7 @@ class _Rows:
         return out
 
 
-def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) -> KeptKV:
+def unpacked(plan: CacheConfig, masks: TokenMasks, tensors: dict[str, Tensor]) -> KeptKV:
     """Return the layer of which `packed` made the tensors, on their device.
 
     Slots after those in use hold zeros, as many as a new cache of unknown length has.
@@ -219,14 +219,12 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
     counts = tensors["counts"].flatten().cpu().numpy().astype(np.int64)
     slots, exact = _Rows(counts), _Rows(np.minimum(counts, n_first))
     row_of = torch.from_numpy(np.arange(B * H).repeat(counts)).to(device)
-    protected = prompt.protected.to(device)[row_of // H, tensors["positions"].long()]
+    protected = masks.protected.to(device)[row_of // H, tensors["positions"].long()]
     n_protected = torch.bincount(row_of[protected], minlength=B * H).cpu().numpy()
     names = tensors.keys() & {"positions", "keys", "values", "codes", "steps", "scores", "bias"}
     blocks, parts = list[PaddedBlock](), list[Any]()
     dtype = tensors["keys" if plan.kv_dtype is None else "exact"].dtype
-    for rows, schedule, width, capacity in plan_blocks(
-        plan, prompt, counts, n_protected, 0, device
-    ):
+    for rows, schedule, width, capacity in plan_blocks(plan, masks, counts, n_protected, 0, device):
         x = {k: slots.put(tensors[k], rows, capacity, -(k == "positions")) for k in names}
         positions, index = x["positions"].int(), torch.from_numpy(rows).to(device)
         if plan.kv_dtype is None:
@@ -240,7 +238,7 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
                 first_slots(positions, n_first),
                 tensors["mean"][index][:, None],
                 bits=BITS[plan.kv_dtype],
-                start=prompt.valid.shape[1],
+                start=masks.valid.shape[1],
                 opened=False,
                 reuses=schedule.drops or width == 0,
             )
@@ -249,7 +247,7 @@ def unpacked(plan: CacheConfig, prompt: TokenMasks, tensors: dict[str, Tensor]) 
         scores, log_weights = x.get("scores"), x.get("bias")
         blocks.append(block_of(rows, positions, schedule, dtype, scores, log_weights, width))
     planes = tensors.get("group_index")
-    groups = None if planes is None else GroupIndex(planes, prompt.valid.shape[1])
+    groups = None if planes is None else GroupIndex(planes, masks.valid.shape[1])
     retained, error = tensors.get("retained"), tensors.get("error")
     stored, sizes = parts[0].joined(parts), tensors["sizes"].tolist()
     return KeptKV(blocks, stored, B, H, sizes, retained, error, groups)

@@ -156,7 +156,7 @@ class PromptKV:
         self,
         policy: Policy,
         new: LayerInputs,
-        prompt: TokenMasks,
+        masks: TokenMasks,
         mean_sizes: Sequence[float] | None,
     ) -> None:
         """Score all tokens by the new queries, and combine the result with earlier scores.
@@ -164,9 +164,9 @@ class PromptKV:
         Window scores pool over neighbours in the cache. `new` are the inputs of the latest tokens;
         `mean_sizes` is [B].
         """
-        windows: Sequence[int] = prompt.windows
+        windows: Sequence[int] = masks.windows
         layer, present = self._inputs(new), self._present(new)
-        if not self.evicted and all(n == self.keys.shape[2] for n in prompt.lengths):
+        if not self.evicted and all(n == self.keys.shape[2] for n in masks.lengths):
             layer = replace(layer, padded=False)
         layer = layer.sized(mean_sizes)
         if policy.merge is not None and policy.merge.fit:
@@ -176,20 +176,20 @@ class PromptKV:
             n_queries = present.sum(-1).tolist()
             windows = [max(1, min(w, n)) for w, n in zip(windows, n_queries, strict=True)]
         per_head = self.positions.shape[1] > 1
-        (image,) = marked([prompt.image], self.positions)
+        (image,) = marked([masks.image], self.positions)
         if per_head:  # heads keep different tokens: score each as a row of its own
             layer = layer.heads_as_rows(self.positions >= 0, image)
             windows = [w for w in windows for _ in range(self.keys.shape[1])]
             present = present.repeat_interleave(self.keys.shape[1], dim=0)
         else:
             layer = replace(layer, image=image[:, 0])
-        apart = present if any(prompt.inner_padding) else None
+        apart = present if any(masks.inner_padding) else None
         if policy.layers.needs == "measure":
             same = [0] * len(layer.key)
             measured = selection.by_parts(layer, same, apart, lambda _, x: _measured(policy, x))
             self.measured = measured.unflatten(0, (len(self.keys), -1)).mean(1)
         scores = selection.importance(policy, layer, windows, apart)
-        if any(prompt.ends_in_padding):  # a row without new tokens asks for none
+        if any(masks.ends_in_padding):  # a row without new tokens asks for none
             scores = scores.masked_fill(~present.any(-1)[:, None, None], 0.0)
         if per_head:
             scores = scores.view(self.keys.shape[:3])
@@ -201,13 +201,13 @@ class PromptKV:
             common.add_(old) if reduction == "sum" else torch.maximum(common, old, out=common)
         self.scores = scores
 
-    def record_tail(self, policy: Policy, new: LayerInputs, prompt: TokenMasks) -> None:
+    def record_tail(self, policy: Policy, new: LayerInputs, masks: TokenMasks) -> None:
         """Store a copy of a chunk's last queries, which the score may need later."""
         if policy.queries == 0:
             return
         layer, present = self._inputs(new), self._present(new)
         last = layer.query.shape[2] if policy.queries is None else policy.queries
-        if any(prompt.inner_padding):  # as many as hold the last ones of each row
+        if any(masks.inner_padding):  # as many as hold the last ones of each row
             number = present.flip(-1).cumsum(-1)
             last = int((number < number[:, -1:].clamp(max=last)).sum(-1).max()) + 1
         self.tail = Tail(

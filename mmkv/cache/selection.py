@@ -190,7 +190,7 @@ def _check_scores(score: Score, out: Tensor, query: Tensor, key: Tensor) -> None
 def ranked(
     plan: CacheConfig,
     kv: PromptKV,
-    prompt: TokenMasks,
+    masks: TokenMasks,
     sizes: Sequence[int],
     layer_idx: int = 0,
     split: Tensor | None = None,
@@ -200,23 +200,23 @@ def ranked(
     Args:
         plan: head sizes, and the policy's share of recent tokens.
         kv: the tokens; without scores if every row keeps all of them.
-        prompt: the masks of the tokens.
+        masks: those of the tokens.
         sizes: tokens kept per head, for each of the B rows.
         layer_idx: the index of the layer.
         split: int64 [B, H], tokens kept by each head, if the heads of all layers share a budget.
     """
     policy = plan.policy
-    pinned, protected = marked([prompt.pinned, prompt.protected], kv.positions)
+    pinned, protected = marked([masks.pinned, masks.protected], kv.positions)
     free = (kv.positions >= 0) & ~pinned
     scores, present, pinned, size = contested(policy, kv, pinned, sizes)
     protected, competes = protected.expand(present.shape), present & ~pinned
-    known = None if kv.evicted else _known(policy, prompt, sizes, scores.shape[1])
+    known = None if kv.evicted else _known(policy, masks, sizes, scores.shape[1])
     if split is not None:
         known = None if known is None else torch.stack([split, *known[1:]])
         size = split.to(size.device, non_blocking=True)
     elif plan.table is not None:  # the host splits
-        n_candidates = torch.tensor(prompt.lengths, device="cpu")
-        n_candidates -= torch.tensor(prompt.n_pinned, device="cpu")
+        n_candidates = torch.tensor(masks.lengths, device="cpu")
+        n_candidates -= torch.tensor(masks.n_pinned, device="cpu")
         if known is None:
             marks = pinned, present, protected, competes.any(1, keepdim=True).expand_as(competes)
             *known, of_any = torch.stack([size, *(x.sum(-1) for x in marks)]).cpu()
@@ -234,9 +234,9 @@ def ranked(
     return Ranking(rank, size, protected, free, known)
 
 
-def _known(policy: Policy, prompt: TokenMasks, sizes: Sequence[int], heads: int) -> Tensor:
+def _known(policy: Policy, masks: TokenMasks, sizes: Sequence[int], heads: int) -> Tensor:
     """Return `Ranking.counts` of a first prompt whose heads keep the same number of tokens."""
-    columns = sizes, prompt.n_pinned, prompt.lengths, prompt.n_protected
+    columns = sizes, masks.n_pinned, masks.lengths, masks.n_protected
     size, n_pinned, length, n_protected = (torch.tensor(x, device="cpu")[:, None] for x in columns)
     size = size.minimum(length)
     n_pinned = n_pinned + n_recent(policy, size, n_pinned)

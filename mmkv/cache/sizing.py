@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def sizes_of_rows(
     plan: CacheConfig,
-    prompt: TokenMasks,
+    masks: TokenMasks,
     n_layers: int,
     scores: Sequence[Tensor] = (),
     positions: Sequence[Tensor] = (),
@@ -35,18 +35,18 @@ def sizes_of_rows(
 
     Args:
         plan: policy, budget and profile, whose kept fractions replace the policy's layer part.
-        prompt: the masks of the tokens.
+        masks: those of the tokens.
         n_layers: L.
         scores, positions: [B, 1 or H, U] of each layer; empty before they are computed.
         measured: [B] of each layer, the measure that the layer part `needs`.
     """
-    policy, kept, totals = plan.policy, [[n] * n_layers for n in prompt.lengths], dict[int, int]()
-    for row, evicts in enumerate(plan.evicting(prompt)):
-        length, n_pinned = prompt.lengths[row], prompt.n_pinned[row]
+    policy, kept, totals = plan.policy, [[n] * n_layers for n in masks.lengths], dict[int, int]()
+    for row, evicts in enumerate(plan.evicting(masks)):
+        length, n_pinned = masks.lengths[row], masks.n_pinned[row]
         total = max(plan.total_kept(n_layers, length), n_layers * n_pinned)
         if evicts and total < n_layers * length:
             totals[row] = total
-    lengths, pinned = ([x[row] for row in totals] for x in (prompt.lengths, prompt.n_pinned))
+    lengths, pinned = ([x[row] for row in totals] for x in (masks.lengths, masks.n_pinned))
     fractions = [plan.fractions_of(length, n_layers) for length in lengths]
     target_sizes = [[x * n for x in f or ()] for f, n in zip(fractions, lengths, strict=True)]
     if None in fractions:
@@ -56,7 +56,7 @@ def sizes_of_rows(
             columns = [x.to(measured[0].device) for x in measured]
             on_host = torch.stack(columns, dim=1)[rows].cpu()
         if scores and policy.layers.needs in ("scores", "mini-prefill"):
-            sorted_scores, n_candidates = competing(scores, positions, prompt)
+            sorted_scores, n_candidates = competing(scores, positions, masks)
             sorted_scores, n_candidates = sorted_scores[rows], n_candidates[rows]
         inputs = SizeInputs(
             totals=list(totals.values()),
@@ -72,12 +72,12 @@ def sizes_of_rows(
             items = zip(totals.items(), target_sizes, strict=True)
             totals = {row: max(total, int(sum(sizes))) for (row, total), sizes in items}
     for (row, total), sizes, n in zip(totals.items(), target_sizes, pinned, strict=True):
-        kept[row] = fit(sizes, total, floor=n, max_size=prompt.lengths[row])
+        kept[row] = fit(sizes, total, floor=n, max_size=masks.lengths[row])
     return kept
 
 
 def competing(
-    scores: Sequence[Tensor], positions: Sequence[Tensor], prompt: TokenMasks
+    scores: Sequence[Tensor], positions: Sequence[Tensor], masks: TokenMasks
 ) -> tuple[Tensor, Tensor]:
     """Return the scores of each row's competing tokens, largest first, for the layer allocators.
 
@@ -93,7 +93,7 @@ def competing(
     importance, n_candidates = [], []
     width, device = max(s.shape[-1] for s in scores), scores[0].device
     for s, p in zip(scores, positions, strict=True):
-        (pinned,) = marked([prompt.pinned], p)
+        (pinned,) = marked([masks.pinned], p)
         free = (p >= 0) & ~pinned
         ranked = s.masked_fill(~free[:, : s.shape[1]], float("-inf"))
         ranked = ranked.sort(dim=-1, descending=True).values
@@ -104,7 +104,7 @@ def competing(
 
 
 def head_sizes(
-    layers: Sequence[PromptKV], policy: Policy, prompt: TokenMasks, sizes: Sequence[Sequence[int]]
+    layers: Sequence[PromptKV], policy: Policy, masks: TokenMasks, sizes: Sequence[Sequence[int]]
 ) -> Sequence[Tensor | None]:
     """Return how many tokens each head of each layer keeps, [B, H], if they share one budget.
 
@@ -116,7 +116,7 @@ def head_sizes(
     widest, device = max(x.keys.shape[2] for x in layers), layers[0].keys.device
     candidates, n_pinned, n_free = list[Tensor](), list[Tensor](), list[Tensor]()
     for kv, size in zip(layers, sizes, strict=True):
-        (pinned,) = marked([prompt.pinned], kv.positions)
+        (pinned,) = marked([masks.pinned], kv.positions)
         s, present, pinned, _ = contested(policy, kv, pinned, size)
         # Pad on the left, so that ties of a padded row are ranked as in the row alone.
         s = s.masked_fill(pinned | ~present, float("-inf"))

@@ -34,7 +34,7 @@ class CacheState(Cache):
         plan: policy, budget and profile.
         compressed: the layers that are compressed; those with a sliding window or linear attention
             are not.
-        prompt: the masks of all tokens up to the end of the last prompt; None before any.
+        masks: those of all tokens up to the end of the last prompt; None before any.
     """
 
     def __init__(self, config: Any, plan: CacheConfig, *, max_length: int = 0) -> None:
@@ -59,7 +59,7 @@ class CacheState(Cache):
         self.long = False
         # Whether this cache's layer sizes were added to the sample, see `mmkv.cache.sampling`.
         self.sizes_learned = False
-        self.prompt: TokenMasks | None = None
+        self.masks: TokenMasks | None = None
         # The position offset of each row's text after pictures, int64 [B, 1]; None: not known.
         self.rope_deltas: Tensor | None = None
         # Ids of the first t tokens seen, int64 [B, t]; None: not known.
@@ -115,9 +115,9 @@ class CacheState(Cache):
 
     def crosses(self, q: int) -> bool:
         """Return whether the next q tokens may pass the position at which frequencies change."""
-        if self.short_positions is None or self.long or self.prompt is None:
+        if self.short_positions is None or self.long or self.masks is None:
             return False
-        n = max(self.lengths) + self.get_query_offset() - self.prompt.valid.shape[1]
+        n = max(self.lengths) + self.get_query_offset() - self.masks.valid.shape[1]
         return n <= self.short_positions < n + q
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -138,7 +138,7 @@ class CacheState(Cache):
         Raises:
             IndexError: a row does not exist.
         """
-        if self.prompt is not None:
+        if self.masks is not None:
             B = len(self.lengths)
             if wrong := [row for row in batch.tolist() if not -B <= row < B]:
                 raise IndexError(f"row {wrong[0]}: the cache has {B} rows, numbered from 0")
@@ -152,8 +152,8 @@ class CacheState(Cache):
                 layer.batch_select_indices(batch)
             elif isinstance(layer, LinearAttentionLayer):
                 layer.reorder_cache(cast(torch.LongTensor, batch))
-        if self.prompt is not None:
-            self.prompt = self.prompt.rows(batch)
+        if self.masks is not None:
+            self.masks = self.masks.rows(batch)
         self.rope_deltas, self.ids = rows_of(self.rope_deltas, batch), rows_of(self.ids, batch)
         if isinstance(self.phase, Reading):
             self.phase.select_rows(batch)
@@ -161,7 +161,7 @@ class CacheState(Cache):
     def reset(self) -> None:
         """Drop everything, ready for a new prompt."""
         super().reset()
-        self.prompt, self.phase, self.graph_inputs = None, Reading(), None
+        self.masks, self.phase, self.graph_inputs = None, Reading(), None
         self.sizes_learned = False
         self.rope_deltas = self.ids = self.context_length = None
         self.long = False
@@ -183,9 +183,9 @@ class CacheState(Cache):
 
     def valid_tokens(self, seen: int) -> Tensor | None:
         """Return which tokens seen are not padding, bool [B, seen]; None before any prompt."""
-        if self.prompt is None:
+        if self.masks is None:
             return None
-        valid = self.prompt.valid
+        valid = self.masks.valid
         return torch.cat([valid, valid.new_ones(len(valid), seen - valid.shape[1])], dim=1)
 
     def kept(self, layer: int) -> Tensor:
@@ -213,8 +213,8 @@ class CacheState(Cache):
                 no prompt was read.
         """
         state = self.compressed_layer(layer).keeping()
-        assert self.prompt is not None
-        return state.groups(self.prompt.valid.shape[1])
+        assert self.masks is not None
+        return state.groups(self.masks.valid.shape[1])
 
     def shares(self, layer: int) -> Tensor:
         """Return which share of a kept pair each token seen has in a layer, float32 [B, H, T].
@@ -232,7 +232,7 @@ class CacheState(Cache):
     @property
     def lengths(self) -> list[int]:
         """The number of tokens of each row up to the end of the last prompt, without padding."""
-        return [] if self.prompt is None else self.prompt.lengths
+        return [] if self.masks is None else self.masks.lengths
 
     def compressed_layer(self, layer: int) -> CompressedLayer:
         """Return a layer by its index, which may be negative; raise ValueError as `kept` does."""

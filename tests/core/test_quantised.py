@@ -458,7 +458,7 @@ def test_exact_pairs_of_a_file_are_read_whatever_their_codes(doubles, kv_dtype):
     kept = cache.compressed[0].keeping()
     tensors, written = packed(kept), kept.dense()
     tensors["codes"][tensors["positions"] < 4] = 127
-    read = unpacked(cache.plan, cache.prompt, tensors).dense()
+    read = unpacked(cache.plan, cache.masks, tensors).dense()
     assert torch.equal(read.keys, written.keys)
     assert torch.equal(read.values, written.values)
 

@@ -164,7 +164,7 @@ def test_image_and_video_tokens_compete(name):
     ids, valid = inputs["input_ids"], inputs["attention_mask"].bool()
     image = (ids == zoo.IMAGE) | (ids == zoo.VIDEO)
     assert image.any(-1).all()
-    assert torch.equal(cache.prompt.image, image)
+    assert torch.equal(cache.masks.image, image)
     assert torch.equal(chat.image_mask(chat.Loaded(name, model, None), inputs), image[0])
     dropped = 0
     for i, layer in enumerate(cache.layers):
