@@ -222,6 +222,10 @@ class Context:
                 if new is None:
                     new = old.new_zeros(new_inputs["input_ids"].shape)
                 arguments[name] = torch.cat([old, new], dim=1)
+        for name in TOKENWISE.keys() & new_inputs.keys() - earlier.keys():  # types of text are 0
+            new = new_inputs[name]
+            old = new.new_zeros(len(new), earlier["input_ids"].shape[1])
+            arguments[name] = torch.cat([old, new], dim=1)
         return arguments
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -307,7 +311,8 @@ def _read(model: Any, arguments: dict[str, Any], chunk: int | None) -> Compresse
         do_sample=False,
         num_beams=1,
         num_return_sequences=1,
-        stop_strings=None,  # of the generation config; they need a tokenizer
+        stop_strings=None,  # of the generation config, as token healing; they need a tokenizer
+        token_healing=False,
         prefill_chunk_size=chunk,
         use_cache=True,
         return_dict_in_generate=True,

@@ -801,9 +801,36 @@ def test_a_question_is_asked_with_beams(models, rows, monkeypatch):
         assert drawn.shape == (3 * len(rows), NEW)
 
 
+@pytest.mark.parametrize(
+    "name", ["Qwen2_5_VLForConditionalGeneration", "Gemma3ForConditionalGeneration"]
+)
+def test_a_picture_after_a_context_of_ids_equals_one_prompt(name, tmp_path):
+    """A processor says which tokens are of pictures; ids that were read before it are text."""
+    model = zoo.model_of(name)
+    ids = torch.randint(8, 120, (1, 60), generator=torch.Generator().manual_seed(2))
+    asked = zoo.prompt(model, (50,), seed=4, pictures=1)
+    (types,) = [x for x in asked if x.endswith("type_ids")]
+    whole = {
+        **asked,
+        "input_ids": torch.cat([ids, asked["input_ids"]], dim=1),
+        "attention_mask": torch.ones(1, 110, dtype=torch.long),
+        types: torch.cat([torch.zeros_like(ids), asked[types]], dim=1),
+    }
+    logits, *_ = generate(model, whole, new=NEW)
+    with mmkv.wrapped(model, "full"):
+        found = ask(mmkv.read(model, ids), asked)[0]
+        context = mmkv.read(model, ids)
+        context.append(asked)
+        context.save(tmp_path / "context")
+        loaded = mmkv.load_context(tmp_path / "context", model)
+    torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
+    assert loaded.inputs[types].tolist() == whole[types].tolist()
+
+
 def test_a_model_with_stop_strings_reads_without_a_tokenizer(models, monkeypatch):
     model, inputs = models("llama"), make_inputs("llama", (40,))
     monkeypatch.setattr(model.generation_config, "stop_strings", ["end"])
+    monkeypatch.setattr(model.generation_config, "token_healing", True)
     with mmkv.wrapped(model, "condense", 0.4, least=0):
         assert mmkv.read(model, inputs).cache.get_seq_length() == 40
 
