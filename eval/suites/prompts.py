@@ -57,7 +57,7 @@ def _read(path: Path) -> Iterator[list[tuple[str, str]]]:
     text = files.read_text(path)
     blocks = re.split(r"(?m)^[ \t]*---[ \t]*$", text)
     if len(blocks) == 1:
-        blocks = text.splitlines()
+        blocks = text.split("\n")  # not at form feeds and other separators
     prompts = [block.strip() for block in blocks if block.strip()]
     if not prompts:
         raise DataError(f"{path}: has no prompts: write one a line")

@@ -220,6 +220,7 @@ class TestPrompts:
         [
             ("p.txt", "What is it?\n\n  And this? \r\nNo\n", ["What is it?", "And this?", "No"]),
             ("p.txt", "a\n\nb --- c\n---\nd\n ---\n\n---\n", ["a\n\nb --- c", "d"]),
+            ("p.txt", "one\u2028line\nwith a\x0cpage", ["one\u2028line", "with a\x0cpage"]),
             ("p.jsonl", '{"prompt": "What?"}\n\n{"prompt": "No"}', ["What?", "No"]),
         ],
     )
