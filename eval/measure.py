@@ -161,7 +161,7 @@ def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     except (ValueError, OutOfMemoryError) as error:
         if len(batch.indices) == 1:
             (row,) = _new_rows(variant, budget, batch)
-            return [row | {"error": str(error).splitlines()[0]}]
+            return [row | {"error": (str(error).splitlines() or [type(error).__name__])[0]}]
     return [row for i in batch.indices for row in measure(variant, budget, Batch(job, [i]))]
 
 

@@ -231,7 +231,8 @@ class Report:
         """Write report.md and report.csv into the run's folder; return their paths."""
         tables = "\n".join(t.markdown for t in self.tables())
         text, data = self.folder / "report.md", self.folder / "report.csv"
-        text.write_text(f"# {self.settings['suite']}, {self.settings['model']}\n\n{tables}")
+        title = f"# {self.settings['suite']}, {self.settings['model']}"
+        text.write_text(f"{title}\n\n{tables}", encoding="utf-8")
         groups = [("", "all"), *(("task", t) for t in self.tasks), *(("tag", t) for t in self.tags)]
         records = [
             {"group": f"{what} {name}".strip(), "policy": p, "budget": repr(b), **figures}

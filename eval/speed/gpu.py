@@ -92,7 +92,7 @@ def command(
             except subprocess.TimeoutExpired:
                 rc = "timeout"
         driver.put("driver", of=name, rc=rc, s=round(time.monotonic() - start, 1))
-        (out / "report.md").write_text(tables(read(out / "gpu.jsonl")))
+        (out / "report.md").write_text(tables(read(out / "gpu.jsonl")), encoding="utf-8")
     typer.echo(tables(read(out / "gpu.jsonl")), nl=False)
 
 

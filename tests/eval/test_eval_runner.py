@@ -169,6 +169,16 @@ def test_prompt_longer_than_the_model_is_an_error(tokenizer, tmp_path):
                 assert "of a reply more than the model's" in row["error"]
 
 
+def test_an_error_without_words_is_recorded_by_its_type(tokenizer, tmp_path, monkeypatch):
+    def fail(*args):
+        raise ValueError
+
+    monkeypatch.setattr("mmkv.policies.knorm.KeyNorm.__call__", fail)
+    samples = make_samples((40,), new=4)
+    rows = run(make_model("llama"), tokenizer, tmp_path, samples, policies=["knorm"])
+    assert {row["error"] for row in rows if "error" in row} == {"ValueError"}
+
+
 def test_blanks_before_a_line_of_code_count(model, tokenizer, tmp_path, monkeypatch):
     """As in LongBench, whose rule removes line breaks alone."""
     decode = Encoder.decode
