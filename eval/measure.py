@@ -26,6 +26,7 @@ from mmkv.forcing import (
     score_answers,
     up_to_end,
 )
+from mmkv.loading import first_line
 from mmkv.report import mean_known
 from mmkv.rouge import rouge
 
@@ -161,7 +162,7 @@ def measure(variant: Variant, budget: float | int, batch: Batch) -> list[Row]:
     except (ValueError, OutOfMemoryError) as error:
         if len(batch.indices) == 1:
             (row,) = _new_rows(variant, budget, batch)
-            return [row | {"error": (str(error).splitlines() or [type(error).__name__])[0]}]
+            return [row | {"error": first_line(error)}]
     return [row for i in batch.indices for row in measure(variant, budget, Batch(job, [i]))]
 
 

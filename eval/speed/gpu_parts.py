@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mmkv.loading import first_line
+
 # Batch and prompt length of the decode steps, on a model of LLaVA-1.5-7B's shape.
 SETTINGS = [(8, 8192), (1, 8192), (16, 2048), (1, 2048)]
 MODEL, PREFILL_MODEL = "llava-1.5-7b-random", "llama-7b-2-layers-random"
@@ -116,7 +118,7 @@ def kernels(bench: Bench) -> None:
                     first = bench.now() - start
                     us = 1e6 * (bench.timed(call, 3) if bench.tiny else _graphed(call))
                 except RuntimeError as error:
-                    bench.put("kernels", **about, error=str(error).splitlines()[0][:120])
+                    bench.put("kernels", **about, error=first_line(error)[:120])
                     continue
                 size = next((n for kind, n in _BYTES.items() if kind in name), bias.itemsize)
                 gb_s = round(2 * R * U * D * size / us / 1e3)
@@ -249,7 +251,7 @@ def decode(bench: Bench) -> None:
         try:
             measured = _reply(bench, model, batch, tokens, options)
         except RuntimeError as error:
-            measured = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"}
+            measured = {"error": f"{type(error).__name__}: {first_line(error)[:160]}"}
         bench.put("decode", **about, **measured, **({"graph": said[-1][:160]} if said else {}))
 
 

@@ -36,6 +36,11 @@ def cache_folder() -> Path:
         return Path(os.devnull) / "mmkv"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 @contextmanager
 def quiet(*, bars: bool = False) -> Generator[None]:
     """Silence transformers' warnings in this block, and its progress bars unless `bars`."""

