@@ -214,18 +214,13 @@ class Context:
         arguments: dict[str, Any] = {**new_inputs, CACHE: cache}
         if grids:
             arguments |= _features(self.model, arguments)
-        for name, old in earlier.items():
-            if name in GRIDS:
-                arguments[name] = torch.cat([old, new_inputs[name]]) if name in new_inputs else old
-            else:
-                new = new_inputs.get(name)
-                if new is None:
-                    new = old.new_zeros(new_inputs["input_ids"].shape)
-                arguments[name] = torch.cat([old, new], dim=1)
-        for name in TOKENWISE.keys() & new_inputs.keys() - earlier.keys():  # types of text are 0
-            new = new_inputs[name]
-            old = new.new_zeros(len(new), earlier["input_ids"].shape[1])
-            arguments[name] = torch.cat([old, new], dim=1)
+        parts = earlier, new_inputs
+        for name in {*earlier, *new_inputs} & GRIDS.keys():
+            arguments[name] = torch.cat([x[name] for x in parts if name in x])
+        for name in {*earlier, *new_inputs} & TOKENWISE.keys():
+            text = [torch.zeros_like(x["input_ids"]) for x in parts]  # whose types are 0
+            pieces = [x.get(name, of_text) for x, of_text in zip(parts, text, strict=True)]
+            arguments[name] = torch.cat(pieces, dim=1)
         return arguments
 
     def save(self, path: str | os.PathLike[str]) -> None:
