@@ -344,5 +344,5 @@ def prepare_inputs(
 
 
 def refuse_batching(*args: Any, **kwargs: Any) -> None:
-    """Refuse continuous batching; it replaces the model's methods that begin it."""
+    """Refuse continuous batching, in place of the model's methods that begin it."""
     raise ValueError("continuous batching keeps a paged cache of its own: mmkv.unwrap(model) first")

@@ -119,9 +119,8 @@ def cached(attachment: Attachment) -> Profile:
     if path.is_file():
         with suppress(ValueError):  # the file is damaged: measure again
             saved, shape = Profile.load(path), adapters.shape(attachment.parts.config)
-            if saved.model == shape and len(saved.retrieval or ()) == len(
-                attachment.compressed_layers
-            ):
+            n_layers = len(attachment.compressed_layers)
+            if saved.model == shape and len(saved.retrieval or ()) == n_layers:
                 return saved
     profile = measure(attachment)
     try:
