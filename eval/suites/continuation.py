@@ -17,6 +17,9 @@ LENGTH = 1024  # tokens of a prompt and its continuation
 _SHARES = (0.65625, 0.75, 1)
 _MOST_CHARACTERS = 12  # per token; the rest of a text is not read
 SUFFIXES = (".txt", ".md", ".py")
+# Scripts without blanks between words: Thai to Burmese, Khmer, Chinese and Japanese.
+_NO_BLANKS = r"[\u0e00-\u109f\u1780-\u17ff\u3001-\u9fff\uff01-\uff65]"
+_GAP = re.compile(rf"(?<=\S) (?=\S)|(?<={_NO_BLANKS})(?={_NO_BLANKS})")
 NOTE = "texts are novels or the user's own"
 
 
@@ -35,11 +38,16 @@ def load(request: Request) -> Iterator[Sample]:
 
 
 def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> list[int | None]:
-    """Return where to cut a text after each of these numbers of tokens, between two words of a
-    line; None if the text is shorter."""
-    places = [match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text)]
+    """Return the first of `gaps` after each of these numbers of tokens; None: too short a text."""
+    places = gaps(text)
     firsts = [bisect.bisect_left(places, n, key=lambda end: count(text[:end])) for n in tokens]
     return [places[i] if i < len(places) else None for i in firsts]
+
+
+def gaps(text: str) -> list[int]:
+    """Return where a text may be cut: before a blank between two words of a line, and between two
+    characters of a script without blanks."""
+    return [match.start() for match in _GAP.finditer(text)]
 
 
 SUITE = Suite(load, note=NOTE, options=("length",), words=(files.NOVELS,))

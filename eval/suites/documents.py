@@ -18,7 +18,7 @@ from typing import Any
 
 from mmkv.eval.samples import DataError, Request, Sample, Suite, interleave
 from mmkv.eval.suites import files
-from mmkv.eval.suites.continuation import cuts
+from mmkv.eval.suites.continuation import cuts, gaps
 from mmkv.eval.suites.needle import DEPTHS
 
 NOTE = "the documents are novels or the user's own, and the questions are worded here"
@@ -35,8 +35,12 @@ QUESTIONS = (
 )
 _ADJECTIVES = ("quiet", "northern", "golden", "broken", "crooked", "silver", "hidden", "narrow")
 _NOUNS = ("harbor", "orchard", "archive", "lantern", "workshop", "cellar", "bridge", "granary")
-# Three small letters before it, unlike in "Mrs." and "p.", and a capital after it.
-_SENTENCE_END = re.compile(r"(?<=[a-z]{3})[.!?][\"'”’)]*(?=\s+\W?[A-Z]|\s*$)")
+# Three small letters before it, unlike in "Mrs." and "p.", and a capital after it; or the full
+# stop, exclamation mark or question mark of Chinese and Japanese, and closing brackets.
+_SENTENCE_END = re.compile(
+    r"(?<=[a-z]{3})[.!?][\"'”’)]*(?=\s+\W?[A-Z]|\s*$)"
+    r"|[\u3002\uff01\uff1f]+[\u300d\u300f”’\uff09]*"
+)
 _CHARACTERS = 6  # per token, more than in prose: keeps an excerpt's start far from the end
 
 
@@ -93,7 +97,7 @@ def _sample(
 
 def _text(excerpt: str, rest: str, number: int, rng: random.Random) -> Sample:
     """Return a sample for continuing a text; its last eighth is the question that may be hidden."""
-    end = excerpt.rfind(" ", 0, len(excerpt) * 7 // 8)
+    end = max((place for place in gaps(excerpt) if place < len(excerpt) * 7 // 8), default=0)
     return Sample.about(excerpt[:end], excerpt[end:], (rest,), chat=False, max_new_tokens=64)
 
 
@@ -112,12 +116,13 @@ def _question(excerpt: str, rest: str, number: int, rng: random.Random) -> Sampl
 
 
 def _needle(excerpt: str, rest: str, number: int, rng: random.Random) -> Sample:
-    """Return a sample that asks for a number, planted at the end of the sentence
-    that ends nearest to the depth."""
+    """Return a sample that asks for a number, planted at the end of the sentence that ends nearest
+    to the depth, or between words if no end of a sentence is found."""
     excerpt, depth = _whole(excerpt), DEPTHS[number % len(DEPTHS)]
     subject = f"{rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}"
     code = str(rng.randrange(10_000, 100_000))
-    places = [0, *(match.end() for match in _SENTENCE_END.finditer(excerpt)), len(excerpt)]
+    ends = [match.end() for match in _SENTENCE_END.finditer(excerpt)]
+    places = [0, *(ends or gaps(excerpt)), len(excerpt)]
     place = min(places, key=lambda end: abs(end - depth * len(excerpt)))
     planted = f"The access code for the {subject} is {code}."
     parts = (excerpt[:place], planted, excerpt[place:].lstrip())

@@ -143,6 +143,26 @@ def test_cuts_lie_between_words_after_given_tokens(texts, count):
         assert "\n" not in text[len(sample.prompt) - 2 : len(sample.prompt) + 3]
 
 
+@pytest.mark.parametrize(
+    "letters", ["我們住在很遠的山上。", "むかしむかしある所に", "ไปไหนมาสามวาสองศอก"]
+)
+def test_texts_without_blanks_are_cut_between_characters(tmp_path, letters):
+    text = "\n".join(letters * 10 for _ in range(40))
+    (tmp_path / "one.txt").write_text(text, encoding="utf-8")
+    for suite, end, start in (("continuation", 1000, 750), ("documents", 1128, 1000)):
+        sample = load_suite(suite, tmp_path, limit=1, length=1000, count=len)[0]
+        (answer,) = sample.answers
+        assert sample.prompt + answer in text
+        assert len(sample.prompt) == pytest.approx(start, abs=2)
+        assert len(sample.prompt + answer) == pytest.approx(end, abs=2)
+        assert len(sample.asked) == pytest.approx(start / 8, abs=32)
+    needles = load_suite(suite, tmp_path, tasks=["needle"], limit=5, length=1000, count=len)
+    for depth, sample in zip(documents.DEPTHS, needles, strict=True):
+        before, needle, _ = sample.prompt.partition("The access code for the ")
+        assert needle
+        assert len(before) / 1000 == pytest.approx(depth, abs=0.02)
+
+
 def test_a_limit_and_one_file(texts):
     assert len(load_suite("continuation", texts, length=1000, limit=1)) == 1
     assert [s.id for s in load_suite("continuation", texts / "b.txt", length=256)] == ["b.txt"]
