@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,21 +145,29 @@ class Report:
         return tables
 
     def main_table(self) -> Table:
-        """Return the table of policies by budgets."""
-        best = [(b, self._best(b)) for b in self.budgets]
-        rows = [
-            (policy, [_cell(self.figures(policy, b), self.shown, top) for b, top in best])
-            for policy in self.policies
-        ]
+        """Return the table of policies by budgets; a full cache in 8 or 4 bits stands at 100 %."""
+        # By text, which tells a budget of one token, 1, from the whole prompt, 1.0.
+        ran = {p: set(map(repr, self.budgets_of(p))) for p in self.policies}
+        budgets = {repr(b): b for b in self.budgets}
+        if any(map(keeps_all, self.policies)):
+            budgets |= {repr(1.0): 1.0}
+        cells: dict[str, list[str]] = {policy: [] for policy in self.policies}
+        for text, budget in budgets.items():
+            figures = {p: self.figures(p, budget) for p in self.policies if text in ran[p]}
+            best = self._best(figures.values())
+            for policy, column in cells.items():
+                at = figures.get(policy)
+                column.append(NONE if at is None else _cell(at, self.shown, best))
         title = f"{self.settings['suite']} ({self.settings['data']}), {self.settings['model']}"
         if self.shown:
             title += ": " + " / ".join(LABELS[m] for m in self.shown)
-        return Table("kept", list(map(percent, self.budgets)), rows, title, self.notes())
+        columns = list(map(percent, budgets.values()))
+        return Table("kept", columns, [*cells.items()], title, self.notes())
 
-    def _best(self, budget: float | int) -> dict[str, str]:
-        """Return the best value of each metric at a budget, as it is shown."""
-        figures = pd.DataFrame([self.figures(p, budget) for p in self.policies])
-        low, high = figures.min(), figures.max()
+    def _best(self, figures: Iterable[Any]) -> dict[str, str]:
+        """Return the best value of each metric among policies, as it is shown."""
+        values = pd.DataFrame(list(figures))
+        low, high = values.min(), values.max()
         best = {m: low if m in LOWER_IS_BETTER else high for m in self.shown}
         return {m: shown_figure(m, values[m]) for m, values in best.items()}
 

@@ -154,6 +154,26 @@ def test_the_full_cache_alone_is_a_row(tmp_path):
     assert len(groups) == len(set(groups))
 
 
+def test_full_cache_in_few_bits_stands_at_100_percent_of_tokens(tmp_path):
+    """At a budget of one token, 1, which equals 1.0, it is not compared either."""
+    rows = [
+        *(row("full:kv_dtype=int4", 1.0, i, score=0.9) for i in range(2)),
+        *(
+            row(policy, 1, i, score=s)
+            for policy, s in (("h2o", 0.5), ("tova", 0.4))
+            for i in (0, 1)
+        ),
+    ]
+    policies = {"full:kv_dtype=int4": {"kv_dtype": "int4"}, "h2o": {}, "tova": {}}
+    table = Report(write_run(tmp_path, rows, policies=policies, budgets=[1])).main_table()
+    assert table.columns == ["1 tokens", "100%"]
+    assert table.rows == [
+        ("full:kv_dtype=int4", ["–", "**90.0**"]),
+        ("h2o", ["**50.0**", "–"]),
+        ("tova", ["40.0", "–"]),
+    ]
+
+
 def call(*arguments: Any) -> Any:
     return CliRunner().invoke(commands, list(map(str, arguments)))
 
