@@ -46,9 +46,9 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def _panels(across: int, down: int = 1) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its panels, row by row."""
+    """Return a figure and its panels, row by row; the panels of a row have the same x-axis."""
     figure = Figure(figsize=(1.9 + 3.7 * across, 3.7 * down), layout="constrained")
-    axes = list(figure.subplots(down, across, squeeze=False).flat)
+    axes = list(figure.subplots(down, across, sharex="row", squeeze=False).flat)
     for axis in axes:
         axis.grid(True, color="#e6e6e6", linewidth=0.7)
         axis.set_axisbelow(True)
@@ -62,7 +62,7 @@ def _head(axis: Axes, title: str, below: str, beside: str = "") -> None:
     # A name with two dollar signs is no formula.
     axis.set_title(textwrap.fill(title, 42), fontsize=10, loc="left", parse_math=False)
     axis.set_xlabel(below, fontsize=9)
-    axis.set_ylabel(beside, fontsize=9)
+    axis.set_ylabel(textwrap.fill(beside, 30), fontsize=9)
 
 
 def _finish(figure: Figure, title: str) -> Figure:
