@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from typing import Any, ClassVar, Self, get_type_hints
 
 from mmkv.decode.slots import Grow
+from mmkv.option_types import at_least, check, share
 from mmkv.parts import (
     BASES,
     KINDS,
@@ -19,11 +20,8 @@ from mmkv.parts import (
     Part,
     Protect,
     Score,
-    at_least,
-    check,
     discover,
     registered,
-    share,
 )
 from mmkv.scores.window import WindowAttention
 from mmkv.sizes.heads import UniformHeads

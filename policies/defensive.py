@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.parts import PositiveInt, Share, register_part
+from mmkv.option_types import PositiveInt, Share
+from mmkv.parts import register_part
 from mmkv.policy import Heads, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.attention import window_rows

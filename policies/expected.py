@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs, rotate
-from mmkv.parts import NonNegativeFloat, NonNegativeInt, PositiveInt, register_part
+from mmkv.option_types import NonNegativeFloat, NonNegativeInt, PositiveInt
+from mmkv.parts import register_part
 from mmkv.policy import Heads, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.attention import scale_of

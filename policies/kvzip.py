@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.parts import PositiveInt, register_part
+from mmkv.option_types import PositiveInt
+from mmkv.parts import register_part
 from mmkv.policy import Heads, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.attention import window_rows

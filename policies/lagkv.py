@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.parts import NonNegativeInt, at_least, register_part
+from mmkv.option_types import NonNegativeInt, at_least
+from mmkv.parts import register_part
 from mmkv.policy import Policy, Score
 from mmkv.registry import register_policy
 from mmkv.tensors import rows

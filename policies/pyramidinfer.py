@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmkv.parts import PositiveShare, SizeInputs, register_part
+from mmkv.option_types import PositiveShare
+from mmkv.parts import SizeInputs, register_part
 from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores.window import WindowAttention

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.parts import NonNegativeInt, register_part
+from mmkv.option_types import NonNegativeInt
+from mmkv.parts import register_part
 from mmkv.policy import Policy, Score
 from mmkv.registry import register_policy
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import LayerInputs
-from mmkv.parts import PositiveShare, SizeInputs, register_part
+from mmkv.option_types import PositiveShare
+from mmkv.parts import SizeInputs, register_part
 from mmkv.policy import Layers, Policy, Score
 from mmkv.registry import register_policy
 from mmkv.scores import accumulated_attention

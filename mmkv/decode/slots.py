@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmkv.parts import Decode, NonNegativeInt, PositiveInt, RowSizes, register_part
+from mmkv.option_types import NonNegativeInt, PositiveInt
+from mmkv.parts import Decode, RowSizes, register_part
 from mmkv.tensors import send
 
 if TYPE_CHECKING:

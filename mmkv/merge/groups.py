@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from mmkv.merge.k_means import leaders
-from mmkv.parts import Merge, NonNegativeFloat, NonNegativeInt, PositiveInt, Share, register_part
+from mmkv.option_types import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
+from mmkv.parts import Merge, register_part
 from mmkv.tensors import flat_rows, last
 
 if TYPE_CHECKING:

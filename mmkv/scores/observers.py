@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from mmkv.layer_inputs import Rotation, rotate
-from mmkv.parts import NonNegativeInt, PositiveInt, Score, register_part
+from mmkv.option_types import NonNegativeInt, PositiveInt
+from mmkv.parts import Score, register_part
 from mmkv.scores.attention import scale_of
 from mmkv.scores.runs import Observed, Places, placed, runs_observed, whole_observed
 from mmkv.tensors import largest, rows, tile

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mmkv.parts import Heads, Share, register_part
+from mmkv.option_types import Share
+from mmkv.parts import Heads, register_part
 from mmkv.sizes.layers import NOISE, UniformLayers
 
 if TYPE_CHECKING:

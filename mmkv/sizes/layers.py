@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from mmkv.parts import Layers, SizeInputs, at_least, register_part
+from mmkv.option_types import at_least
+from mmkv.parts import Layers, SizeInputs, register_part
 
 # Sizes closer than this to a whole number are rounded to it, so that rounding errors of floats
 # neither cost a layer a token nor decide a tie.

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from mmkv.parts import PositiveShare, Share, SizeInputs, register_part
+from mmkv.option_types import PositiveShare, Share
+from mmkv.parts import SizeInputs, register_part
 from mmkv.sizes.heads import OwnRankings
 from mmkv.sizes.layers import UniformLayers, fit
 

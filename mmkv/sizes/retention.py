@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from mmkv.parts import Layers, SizeInputs, at_least, register_part, share
+from mmkv.option_types import at_least, share
+from mmkv.parts import Layers, SizeInputs, register_part
 from mmkv.sizes.heads import count_first
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmkv.parts import Layers, PositiveShare, SizeInputs, register_part
+from mmkv.option_types import PositiveShare
+from mmkv.parts import Layers, SizeInputs, register_part
 from mmkv.sizes.layers import fit, uniform
 
 
