@@ -157,7 +157,8 @@ def layers(
     style, seen = styles([v.label for v in variants]), 0
     lines: dict[tuple[float, ...], list[str]] = {}  # policies by the values they share
     for variant in variants:
-        with variant.wrapped(model, budget), torch.no_grad():
+        size = budget if variant.policy.takes_budget else None
+        with variant.wrapped(model, size), torch.no_grad():
             report = cache_in(model(**inputs, use_cache=True)).report()
         kept = tuple(x.mean_kept for x in report.layers if x.compressed)
         seen = report.seen[0]

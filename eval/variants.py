@@ -33,20 +33,34 @@ class Variant:
     hidden: bool = False  # prompts are compressed before their questions are read
 
     def budgets(self, budgets: Sequence[float | int]) -> list[float | int]:
-        """Return the budgets it runs at: the full cache has only one."""
-        return [1.0] if self.policy.keeps_all else list(budgets)
+        """Return the budgets it runs at: the full cache has only one.
+
+        Raises:
+            ValueError: `retention` sizes the policy's cache.
+        """
+        if self.policy.keeps_all:
+            return [1.0]
+        if not self.policy.takes_budget:
+            raise ValueError(
+                f"policy {self.label!r}: retention sizes its cache, and policies are compared here "
+                "at budgets: leave retention out, or measure its bytes and speed with `mmkv bench`"
+            )
+        return list(budgets)
 
     @contextmanager
-    def wrapped(self, model: Any, budget: float | int) -> Generator[Any]:
-        """Wrap the model with this policy, for the length of a `with` block."""
+    def wrapped(self, model: Any, budget: float | int | None) -> Generator[Any]:
+        """Wrap the model with this policy, for the length of a `with` block; a policy with
+        `retention` needs no budget."""
         options: Any = {PROFILE: self.profile_at(budget), KV_DTYPE: self.kv_dtype}
         options |= {CHUNKS: self.evict_chunks is not None}
         with comparing(), wrapped(model, self.policy, budget, **options):
             yield model
 
-    def profile_at(self, budget: float | int) -> str | None:
+    def profile_at(self, budget: float | int | None) -> str | None:
         """Return the profile's path at a budget; None without a profile."""
-        return self.profile and self.profile.replace("{budget}", f"{budget:g}")
+        if self.profile is None or budget is None:
+            return self.profile
+        return self.profile.replace("{budget}", f"{budget:g}")
 
     def call(self, budget: float | int) -> str:
         """Return the Python call that wraps a model with this policy at a budget."""

@@ -244,7 +244,7 @@ def test_commands_end_to_end(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert (tmp_path / "a" / "frontier.png").read_bytes()[:8] == PNG
     assert "% of the full cache's bytes" in done.output.replace("\n", " ")
-    done = call("plot", "--policies", "xkv,h2o", "--out", "layers.png")
+    done = call("plot", "--policies", "xkv:retention=0.9,h2o", "--out", "layers.png")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "layers.png").read_bytes()[:8] == PNG
     done = call("plot", "--policies", "h2o", "--out", "x.jpg")

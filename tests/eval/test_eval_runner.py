@@ -375,6 +375,9 @@ def test_variant_text_sets_options_profile_and_type():
     for message, names in refused.items():
         with pytest.raises(ValueError, match=message):
             parse_variants(names)
+    (own_size,) = parse_variants(["xkv:retention=0.9"])
+    with pytest.raises(ValueError, match="'xkv:retention=0.9': .* leave retention out, or"):
+        own_size.budgets([0.2])
 
 
 @pytest.mark.slow
