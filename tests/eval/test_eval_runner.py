@@ -376,7 +376,7 @@ def test_variant_text_sets_options_profile_and_type():
         with pytest.raises(ValueError, match=message):
             parse_variants(names)
     (own_size,) = parse_variants(["xkv:retention=0.9"])
-    with pytest.raises(ValueError, match="'xkv:retention=0.9': .* leave retention out, or"):
+    with pytest.raises(ValueError, match=r"'xkv:retention=0.9': .* leave retention out, or"):
         own_size.budgets([0.2])
 
 
