@@ -34,8 +34,8 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
     """Check that the wrapped model can continue this cache.
 
     Raises:
-        ValueError: it is of another kind, was made by another model or with another policy, or was
-            interrupted within a pass.
+        ValueError: it is of another kind, was made by another model, in another type or with
+            another policy, or was interrupted within a pass.
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(
@@ -43,6 +43,7 @@ def check_cache(cache: Any, attachment: Attachment) -> None:
             "a CompressedCache: pass none, or mmkv.unwrap(model) first"
         )
     checks.check_plan(cache, attachment.parts.config, attachment.plan)
+    checks.check_dtype(cache, attachment.parts.dtype)
     checks.check_whole(cache)
 
 
@@ -94,7 +95,7 @@ def before_decoder(
     kwargs = _named(module, args, kwargs)
     cache: Any = cache_in(kwargs)
     running = current.get()
-    if running is None or running.entered or running.owner is not attachment.model:
+    if running is None or running.entered or not running.is_of(attachment.model):
         # The decoder was called directly.
         mask, has_cache = kwargs.get("attention_mask"), cache is not None
         running = ForwardPass.begin(module, mask=mask, has_cache=has_cache)
@@ -116,7 +117,7 @@ def before_decoder(
     check_cache(cache, attachment)
     embeds = kwargs.get("inputs_embeds")
     tokens = kwargs["input_ids"] if embeds is None else embeds
-    checks.check_rows(cache, len(tokens))
+    checks.check_tokens(cache, tokens)
     if cache.short_positions is not None:
         longrope.use_one_frequency(attachment, cache, tokens.shape[1], kwargs.get("position_ids"))
     mask = kwargs.get("attention_mask")
@@ -152,6 +153,7 @@ def _begin_prompt(
         earlier, valid = full_mask[:, :seen], full_mask[:, seen:]
     image = _image_tokens(attachment, cache.plan.policy, running, valid)
     attachment.parts.forget_changed()
+    cache.dtype = attachment.parts.dtype
     if cache.begin(running, valid, earlier, image):
         cache.set_sizes(attention.run_mini_prefill(running, attachment.parts.decoder, kwargs))
     if running.ids is not None and running.ids.shape == valid.shape and not running.generating:
@@ -279,7 +281,7 @@ def _mask(mask: Any, tokens: Tensor, seen: int) -> Tensor | None:
         shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(
             f"attention_mask of shape {shape}: a compressed cache reads padding from a mask of "
-            f"shape {expected}"
+            f"shape {expected}: give one, or use_cache=False, which makes no cache"
         )
     return mask.to(tokens.device).bool()
 

@@ -73,8 +73,24 @@ def check_read(cache: CacheState, ids: Tensor, mask: Tensor | None) -> None:
         )
 
 
-def check_rows(cache: CacheState, n_rows: int) -> None:
-    """Check that a pass has as many rows as the cache. Raises ValueError."""
+def check_dtype(cache: CacheState, dtype: torch.dtype) -> None:
+    """Check that the model still has the type in which it read the prompt. Raises ValueError."""
+    if cache.masks is not None and cache.dtype not in (None, dtype):
+        raise ValueError(
+            f"this CompressedCache was made by a model in {cache.dtype}, which was cast to {dtype} "
+            "since: cast it back, or start a new cache"
+        )
+
+
+def check_tokens(cache: CacheState, tokens: Tensor) -> None:
+    """Check that a pass reads tokens, ids [B, q] or embeddings, in as many rows as the cache has.
+
+    Raises:
+        ValueError: there are none, or other rows.
+    """
+    n_rows, n_tokens = tokens.shape[:2]
+    if not n_tokens:
+        raise ValueError(f"input of shape {tuple(tokens.shape)}: give at least one token a row")
     if cache.masks is None or len(cache.masks.valid) == n_rows:
         return
     held = len(cache.masks.valid)

@@ -357,7 +357,8 @@ class TokenMasks:
         if any(self.ends_in_padding):
             raise ValueError(
                 "a row of the batch ends in padding: pad on the left (processor.tokenizer."
-                "padding_side = 'left'), as generation needs"
+                "padding_side = 'left'), as generation needs; for logits or a loss alone, call the "
+                "model with use_cache=False"
             )
 
     def without_gaps(self, positions: Tensor) -> Tensor:

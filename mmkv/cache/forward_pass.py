@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ class ForwardPass:
     """One call of a wrapped model.
 
     Attributes:
-        owner: the module that was called, the model or its decoder.
+        owner: a weak reference to the module that was called, the model or its decoder; None in
+            `collecting`.
         outer: the pass inside which a hook makes this call; None if there is none.
         ids: int [B, q], the model's input ids; None if it was called with embeddings.
         mask: the attention mask that the model was called with.
@@ -69,7 +71,7 @@ class ForwardPass:
         latest_rotary: the latest `position_embeddings`, and the `Rotary` made of them.
     """
 
-    owner: Any = None
+    owner: ref[Any] | None = None
     outer: ForwardPass | None = None
     ids: Tensor | None = None
     mask: Any = None
@@ -98,10 +100,10 @@ class ForwardPass:
         """Begin the pass of a call of `owner` and make it `current`; see `collecting`."""
         outer = current.get()
         # A call that was interrupted outside of its decoder ran no hook, and left its pass behind.
-        while outer is not None and outer.owner is owner and outer.parts is None:
+        while outer is not None and outer.is_of(owner) and outer.parts is None:
             outer = outer.outer
         collector = None if outer is None or outer.owner is not None else outer.collector
-        running = cls(owner=owner, outer=outer, collector=collector, **fields)
+        running = cls(owner=ref(owner), outer=outer, collector=collector, **fields)
         current.set(running)
         return running
 
@@ -109,10 +111,14 @@ class ForwardPass:
     def end(owner: Any) -> None:
         """End the pass of a call of `owner`, if it began one; the outer pass is `current` again."""
         running = current.get()
-        while running is not None and running.owner is not owner:
+        while running is not None and not running.is_of(owner):
             running = running.outer
         if running is not None:
             current.set(running.outer)
+
+    def is_of(self, module: Any) -> bool:
+        """Return whether this is a call of `module`."""
+        return self.owner is not None and self.owner() is module
 
     def check_attended(self) -> None:
         """Check that our attention function ran after the last `update` of a layer.

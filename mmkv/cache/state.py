@@ -65,6 +65,8 @@ class CacheState(Cache):
         # Ids of the first t tokens seen, int64 [B, t]; None: not known.
         self.ids: Tensor | None = None
         self.shape = checks.shape(config)
+        # The model's type when it read the latest prompt; None: not known.
+        self.dtype: torch.dtype | None = None
 
     def expect(self, until: int | None = None) -> None:
         """Expect a prompt or a new turn next, which is complete once `until` tokens are seen."""

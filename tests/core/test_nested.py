@@ -1,5 +1,8 @@
 """A hook of a wrapped model that runs another one, or the same, inside a pass."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -103,6 +106,24 @@ def test_an_interrupted_call_leaves_nothing_behind(place):
                 generate(model, inputs, new=3)
         assert torch.equal(generate(model, inputs, new=3)[0], expected)
         assert current.get() is None
+
+
+def test_an_interrupted_call_does_not_keep_the_model():
+    model, inputs = make_model("llama"), make_inputs("llama", (60,))
+    found = weakref.ref(model)
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    mmkv.wrap(model, **TURN)
+    hook = model.lm_head.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, inputs, new=3)
+    hook.remove()
+    del model, hook
+    gc.collect()
+    assert found() is None
+    current.set(None)
 
 
 def test_a_decoder_called_directly_leaves_nothing_behind(models):

@@ -312,6 +312,20 @@ def test_refused_caches(text_model):
     assert torch.equal(cache.kept(-1), cache.kept(2))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_model_cast_after_its_prompt_is_refused(kv_dtype):
+    model, inputs = make_model("llama"), make_inputs("llama", (40,))
+    cache = prefilled(model, inputs, "h2o", 20, kv_dtype=kv_dtype)
+    with mmkv.wrapped(model, "h2o", 20, kv_dtype=kv_dtype), torch.no_grad():
+        step = {"input_ids": torch.tensor([[7]]), "past_key_values": cache}
+        model.to(torch.bfloat16)
+        with pytest.raises(ValueError, match=r"in torch.float32, which was cast to torch.bfloat16"):
+            model(**step)
+        model(**inputs, use_cache=True)  # a new cache
+        model.float()
+        model(**step)
+
+
 def test_a_mask_of_the_last_turn_alone_is_named(models):
     """The ids are all there, but the mask is that of the prompt."""
     model, inputs = models("llama"), make_inputs("llama", (40,))
@@ -332,6 +346,10 @@ def test_refused_batches(text_model, models):
             text_model(**right, use_cache=True)
         with pytest.raises(ValueError, match=r"ends in padding|padding alone"):
             text_model(**empty, use_cache=True)
+        with pytest.raises(ValueError, match=r"input of shape \(1, 0\): give at least one token"):
+            text_model.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=2)
+        with pytest.raises(ValueError, match=r"shape \(2, 1, 40, 40\): .* or use_cache=False"):
+            text_model(**{**inputs, "attention_mask": torch.ones(2, 1, 40, 40)})
         with pytest.raises(ValueError, match="inference"):
             text_model.train()(**inputs, use_cache=True)
     model, embeds = models("llava-llama"), torch.randn(1, 40, 64)
