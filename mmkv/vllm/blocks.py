@@ -14,10 +14,12 @@ prompt's length, and what is cached depends on tokens alone:
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -94,6 +96,9 @@ class Index:
         self.hits: dict[str, int] = {}  # the boundary of a request that starts with a hit
         self.reading: dict[str, BlockHash] = {}  # the prefix of a request that will be compressed
         self.awaited: set[BlockHash] = set()  # those of `reading` that the last search could use
+        # The boundary, in blocks, of the preempted request for which hits are searched; None: of
+        # one without a reply, which may have any.
+        self.resumed: int | None = None
 
     @classmethod
     def of(cls, pool: Any) -> Index:
@@ -132,20 +137,26 @@ class Index:
     def find(self, pool: Any, hashes: Any, length: int) -> tuple[int, int]:
         """Return the boundary and the length of the longest hit, in blocks.
 
-        What lies after a boundary stays whole, so a hit must leave little of the request.
+        What lies after a boundary stays whole, so a hit must leave little of the request. A
+        resumed request needs the boundary that its reply began with.
         """
         size, best, total = self.size, (0, 0), len(hashes)
         most = min(length // size, total)
         least = max(1, min(total - 1, int((1 - TAIL) * total)))
         groups = [*self.whole, *self.small]
-        for n in range(self.run(pool, hashes, most), least - 1, -1):
+        places: Sequence[int] = range(self.run(pool, hashes, most), least - 1, -1)
+        if self.resumed is not None:
+            places = [n for n in places if n == self.resumed]
+        for n in places:
             if all(self.state(pool, hashes[n - 1], n * size, g) is not None for g in self.small):
                 end = n
                 while end < most and pool.get_cached_block(_tail(hashes[end], n * size), groups):
                     end += 1
                 best = max(best, (n, end), key=lambda x: x[1])
-        first = max(least - 1, best[1])
-        self.awaited = set(hashes[first:]) & set(self.reading.values())
+        first, end = max(least - 1, best[1]), total
+        if self.resumed is not None:
+            first, end = max(first, self.resumed - 1), self.resumed
+        self.awaited = set(hashes[first:end]) & set(self.reading.values())
         return best
 
     def boundary(self, request: Any) -> int:
@@ -198,7 +209,7 @@ class Manager(SingleTypeKVCacheManager):
         if name not in self.reads:
             boundary, hit = index.boundary(request), index.hits.get(name)
             self.reads[name] = Read(request, hit or boundary, hit is None and boundary > 0)
-            index.boundaries[name] = hit or boundary
+            index.boundaries[name] = request.mmkv_boundary = hit or boundary
             if self.reads[name].open:
                 index.reading[name] = request.block_hashes[boundary // size - 1]
         boundary = self.reads[name].boundary
@@ -345,14 +356,24 @@ class SmallManager(Manager):
 
 
 def register() -> None:
-    """Register the groups, and tell workers with each step the boundaries of requests it starts."""
+    """Register the groups, tell searches for hits the boundary of a preempted request, and tell
+    workers with each step the boundaries of the requests that it starts."""
     # A registry with any entry counts as complete, so built-in specs have to come first.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(WholeSpec, WholeManager, uniform_type_base_spec=WholeSpec)
     KVCacheSpecRegistry.register(SmallSpec, SmallManager, uniform_type_base_spec=SmallSpec)
-    schedule = Scheduler.schedule
+    schedule, search = Scheduler.schedule, KVCacheManager.get_computed_blocks
     if getattr(schedule, "mmkv", False):
         return
+
+    @functools.wraps(search)
+    def searching(self: Any, request: Any) -> Any:
+        index = getattr(self.block_pool, "mmkv", None)
+        if index is not None:
+            replies, boundary = request.num_output_tokens, getattr(request, "mmkv_boundary", None)
+            resumes = replies and boundary is not None
+            index.resumed = boundary // index.size if resumes else None
+        return search(self, request)
 
     @functools.wraps(schedule)
     def with_boundaries(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -369,3 +390,4 @@ def register() -> None:
 
     with_boundaries.mmkv = True  # type: ignore[attr-defined]
     Scheduler.schedule = with_boundaries
+    KVCacheManager.get_computed_blocks = searching

@@ -49,6 +49,7 @@ class Simulation:
         self.holds: dict[int, Any] = {}
         self.waiting, self.running = list[Any](), list[Any]()
         self.tables, self.starts = dict[str, Any](), dict[str, int]()
+        self.boundaries = dict[str, int]()  # of each request that has a reply
         self.seen = Counter[str]()
         documents = [[self.rng.randrange(9) for _ in range(120)] for _ in range(2)]
         self.texts, self.number = documents, 0
@@ -122,6 +123,8 @@ class Simulation:
     def read(self, request: Any, n: int) -> None:
         """Check every block that a request reads in a step."""
         b, start = self.boundary(request), self.starts[request.request_id]
+        if request.num_output_tokens:  # the boundary outlasts preemptions
+            assert self.boundaries.setdefault(request.request_id, b) == b
         computed = request.num_computed_tokens
         for spec, table in zip(self.specs, self.tables[request.request_id], strict=True):
             compressed = isinstance(spec, SmallSpec) and b > 0 and (start > 0 or computed >= b)

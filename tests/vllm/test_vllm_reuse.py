@@ -202,6 +202,23 @@ def test_preempted_requests_keep_their_boundary(start: Any, twin: Any) -> None:
         assert engine.all_free
 
 
+def test_a_preempted_request_keeps_the_boundary_of_its_hit(engine: Engine, ask: Any) -> None:
+    document, *questions = prompts(450, 20, 43, seed=5)
+    first, second = (document + x for x in questions)
+    for ids, boundary in ((first, last(first)), (second, 448)):
+        ask(ids, boundary)
+    expected, hit = ask(second, 448, 24)
+    assert hit > 0
+    requests = engine.llm.llm_engine
+    requests.add_request("again", {"prompt_token_ids": second}, sampling(24))
+    for _ in range(12):
+        requests.step()
+    assert engine.llm.reset_prefix_cache(reset_running_requests=True)  # preempts it
+    while requests.has_unfinished_requests():
+        found = requests.step()
+    assert list(found[0].outputs[0].token_ids) == expected
+
+
 def test_later_questions_hit_where_no_head_keeps_the_whole_prompt(start: Any, twin: Any) -> None:
     document, *questions = prompts(470, 20, 43, 57, seed=5)
     uniform, boundaries = SNAPKV | {"heads": "uniform"}, (480, 448, 448)
