@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 from mmkv.vllm.settings import Settings
 
@@ -105,10 +106,23 @@ def _note(output: Any) -> None:
     _boundaries.update(started)
 
 
+def _forgetting(replaces: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that replaces weights, and then forgets what was computed of them."""
+
+    @functools.wraps(replaces)
+    def replacing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return replaces(self, *args, **kwargs)
+        finally:
+            output_weights.cache_clear()
+            of_output_weights.cache_clear()
+
+    return replacing
+
+
 def register() -> None:
-    """Note the batch of each step of vLLM's model runner (V1), and weights that it reloads."""
+    """Note the batch of each step of vLLM's model runner (V1), and weights that are replaced."""
     update, build = GPUModelRunner._update_states, GPUModelRunner._build_attention_metadata
-    reload = GPUModelRunner.reload_weights
     if getattr(update, "mmkv", False):
         return
 
@@ -127,13 +141,8 @@ def register() -> None:
         step, _runner = StepBatch(names, boundaries), self
         return build(self, *args, **kwargs)
 
-    @functools.wraps(reload)
-    def reloading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output_weights.cache_clear()
-        of_output_weights.cache_clear()
-        return reload(self, *args, **kwargs)
-
     noting.mmkv = True  # type: ignore[attr-defined]
     GPUModelRunner._update_states = noting
     GPUModelRunner._build_attention_metadata = building
-    GPUModelRunner.reload_weights = reloading
+    GPUModelRunner.reload_weights = _forgetting(GPUModelRunner.reload_weights)
+    Worker.finish_weight_update = _forgetting(Worker.finish_weight_update)

@@ -6,6 +6,7 @@ import copy
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
 import vllm_reference
+from vllm.v1.worker import gpu_worker
 from vllm_engines import BLOCK, HEADS, LAYERS, SCORES, Engine, prompts, sampling
 from vllm_reference import Reference
 
@@ -213,3 +215,9 @@ def test_a_second_model_and_reloaded_weights_change_the_scores(
                 engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny)})
                 expected = reference(engine, twin, "condense")
                 assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
+            assert batch.output_weights.cache_info().currsize > 0
+            worker = MagicMock()  # transfers of weights need a GPU
+            with patch.object(gpu_worker, "set_current_vllm_config"):
+                gpu_worker.Worker.finish_weight_update(worker)
+            worker.weight_transfer_engine.finish_weight_update.assert_called_once()
+            assert batch.output_weights.cache_info().currsize == 0
