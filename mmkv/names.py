@@ -43,6 +43,12 @@ def key(name: str) -> str:
     return re.sub("[-_ ]", "", name).casefold()
 
 
+def check_new(what: str, name: str) -> None:
+    """Raise ValueError unless a command line can take this name of a policy or part."""
+    if not re.fullmatch(r"[\w.+-]+", name):
+        raise ValueError(f"{what} name {name!r}: expected letters, digits, '-', '_', '.' and '+'")
+
+
 def check_policy(name: str) -> None:
     """Raise ValueError if no policy has this name."""
     if _all_built_in() and key(name) not in map(key, policies()):

@@ -5,6 +5,7 @@ Each error shows the value received.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from numbers import Integral, Real
 from types import UnionType
@@ -63,11 +64,12 @@ def _other_type(value: Any, hint: Any) -> str:
 
     Containers, and all other types than these, are not checked.
     """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     expected = {
         type(None): (value is None, ""),
         bool: (isinstance(value, bool), "True or False"),
         int: (isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
-        float: (isinstance(value, Real) and not isinstance(value, bool), "a number"),
+        float: (is_number and math.isfinite(value), f"a {'finite ' * is_number}number"),
         str: (isinstance(value, str), "a text"),
     }
     is_choice = get_origin(hint) in (Union, UnionType, ClassVar)

@@ -19,6 +19,7 @@ from functools import cache
 from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_type_hints
 
+from mmkv.names import check_new
 from mmkv.option_types import check
 
 if TYPE_CHECKING:
@@ -277,7 +278,8 @@ def register_part(name: str) -> Callable[[P], P]:
     """Class decorator: register a part under `name`, among those of its kind.
 
     Raises:
-        ValueError: the name is taken by another class.
+        ValueError: the name is taken by another class, or has characters that a command line cannot
+            take.
         TypeError: the class inherits from none of the kinds, or an option of it is no field.
     """
 
@@ -291,9 +293,13 @@ def register_part(name: str) -> Callable[[P], P]:
                 f"register_part({name!r}): {cls.__name__}.window is no dataclass field, and only a "
                 "field can be made smaller for a short row: write `window: int = ...`"
             )
+        check_new(f"{cls.kind} part", name)
         registered_class = registered.get((cls.kind, name))
         if registered_class is not None and path_of(registered_class) != path_of(cls):
-            raise ValueError(f"{cls.kind} part {name!r} is taken by {path_of(registered_class)}")
+            raise ValueError(
+                f"{cls.kind} part {name!r} is taken by {path_of(registered_class)}: choose another "
+                "name, or load only one of the two"
+            )
         cls.name = name
         registered[cls.kind, name] = cls
         return cls

@@ -53,7 +53,8 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
     """Class decorator: register a `Policy` subclass under `name`.
 
     Raises:
-        ValueError: the name or an alias is taken by another class.
+        ValueError: the name or an alias is taken by another class, or has characters that a command
+            line cannot take.
         TypeError: the class is not a `Policy`, or an option of it is no field.
     """
 
@@ -64,9 +65,13 @@ def register_policy(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[P]
         if not _is_builtin(cls):
             discover()  # first, so that built-in names are taken
         for key in (name, *aliases):
+            names.check_new("policy", key)
             registered_class = _find(key)
             if registered_class is not None and path_of(registered_class) != path_of(cls):
-                raise ValueError(f"policy name {key!r} is taken by {path_of(registered_class)}")
+                raise ValueError(
+                    f"policy name {key!r} is taken by {path_of(registered_class)}: choose another, "
+                    "or load only one of the two"
+                )
         cls.name, cls.aliases = name, aliases
         _policies.update(dict.fromkeys((name, *aliases), cls))
         return cls
@@ -95,6 +100,11 @@ def policy_class(name: str) -> type[Policy]:
             raise ValueError(
                 f"policy {skipped!r} of {where} could not be loaded: {_reason(error)}"
             ) from error
+    for kind in KINDS:
+        if name in list_parts(kind):
+            raise ValueError(
+                f"{name!r} is no policy but a part: give it as an option, {kind}={name!r}"
+            )
     raise ValueError(names.unknown("policy", name, sorted(_policies)))
 
 

@@ -32,6 +32,7 @@ GROUPED = {"average_heads": True, "merge": "groups"}
     ("policy", "options", "message"),
     [
         ("snap", {}, r"unknown policy 'snap'. Did you mean 'snapkv'\?$"),
+        ("key-difference", {}, r"no policy but a part: .*, score='key-difference'"),
         ("nosuchname", {}, r"unknown policy 'nosuchname'. Known: .*prefixkv.*snapkv"),
         (None, {}, r"policy=None: expected a name or a Policy object"),
         (mmkv.Policy, {}, r"or a Policy object: call it, Policy\(\)"),
@@ -50,6 +51,8 @@ GROUPED = {"average_heads": True, "merge": "groups"}
         ("snapkv", {"window": "wide"}, "window='wide': expected a whole number"),
         ("snapkv", {"window": 8.5}, "window=8.5: expected a whole number"),
         ("snapkv", {"window": 0}, r"window=0"),
+        ("expected", {"epsilon": math.nan}, "epsilon=nan: expected a finite number"),
+        ("expected", {"epsilon": math.inf}, "epsilon=inf: expected a finite number"),
         ("snapkv", {"sinks": True}, "sinks=True: expected a whole number"),
         ("snapkv", {"recent": "half"}, "recent='half': expected a number"),
         ("snapkv", {"average_heads": 1}, "average_heads=1: expected True or False"),
@@ -407,6 +410,10 @@ def test_taken_names_raise():
         mmkv.register_policy("other")(dict)
     with pytest.raises(ValueError, match=r"score part 'window' is taken by .*WindowAttention"):
         mmkv.parts.register_part("window")(type("Other", (Score,), {}))
+    with pytest.raises(ValueError, match="policy name 'with:colon': expected letters, digits"):
+        mmkv.register_policy("with:colon")(type("Other", (mmkv.Policy,), {}))
+    with pytest.raises(ValueError, match="score part name 'a,b': expected letters, digits"):
+        mmkv.parts.register_part("a,b")(type("Other", (Score,), {}))
     with pytest.raises(TypeError, match=r"inherits from none of Score, Layers"):
         mmkv.parts.register_part("x")(int)
 
