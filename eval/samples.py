@@ -120,7 +120,7 @@ class Suite:
     size: int | None = None  # number of drawn samples; None: those that there are
     note: str = ""  # why figures on published data do not compare with published ones
     metric: str | None = None  # of every sample; None: each has its own, or none
-    options: tuple[str, ...] = ()  # of a request, that it takes: "tasks", "length", "questions"
+    options: tuple[str, ...] = ()  # of a request, that it takes: "tasks", "length", ...
     words: tuple[str, ...] = ()  # that `data` may be, "drawings" or "novels"; the default first
     wants: str = ""  # description of `data`, for a suite without `words`
 

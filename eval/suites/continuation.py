@@ -34,7 +34,8 @@ def load(request: Request) -> Iterator[Sample]:
             parts = text[:context_end], text[context_end:start], (text[start:end].strip(),)
             yield Sample.about(*parts, id=name, chat=False, max_new_tokens=64)
     if not any_text:
-        raise DataError(f"{request.data}: no text of {length} tokens or more in {SUFFIXES} files")
+        suffixes = ", ".join(SUFFIXES)
+        raise DataError(f"{request.data}: no text of {length} tokens or more in {suffixes} files")
 
 
 def cuts(text: str, count: Callable[[str], int], tokens: Sequence[float]) -> list[int | None]:

@@ -62,4 +62,4 @@ def drawn(request: Request) -> Iterator[Sample]:
         )
 
 
-SUITE = Suite(load, drawn, 20, words=(files.DRAWINGS,))
+SUITE = Suite(load, drawn, 20, options=("image_folder",), words=(files.DRAWINGS,))

@@ -63,4 +63,5 @@ def _capabilities(question: str) -> tuple[str, ...]:
     return ("rec", "spat")
 
 
-SUITE = Suite(load, drawn, 24, NOTE, "token_f1", ("questions",), (files.DRAWINGS,))
+_OPTIONS = ("questions", "image_folder")
+SUITE = Suite(load, drawn, 24, NOTE, "token_f1", _OPTIONS, (files.DRAWINGS,))

@@ -78,8 +78,12 @@ def load_suite(name: str, data: str | Path | None = None, **fields: Any) -> list
             f"questions={request.questions}: expected 1 or more for ruler and mmvet's drawings, "
             f"and 1 for suite {name!r} with {request.data}, whose data has the questions"
         )
-    if drawn and (folder := request.image_folder) is not None:
-        raise ValueError(f"image folder {folder}: drawings need none, leave it out")
+    shows_files = "image_folder" in suite.options and not drawn
+    if (folder := request.image_folder) is not None and not shows_files:
+        raise ValueError(
+            f"image folder {folder}: suite {name!r} with {request.data} reads no picture files, "
+            "leave it out"
+        )
     size, note = (suite.size, _DRAWN_NOTE) if drawn else (None, suite.note)
 
     def completed(sample: Sample) -> Sample:
