@@ -100,7 +100,10 @@ def run(
     if "score" in metrics and all(s.metric is None for s in samples):
         raise ValueError(f"metric 'score': suite {suite!r} has none; use other metrics")
     if "ppl" in metrics and not any(s.answers for s in samples):
-        raise ValueError(f"metric 'ppl': the samples of suite {suite!r} have no answers to score")
+        raise ValueError(
+            f"metric 'ppl': the samples of suite {suite!r} have no answers to score: use other "
+            "metrics, such as divergence,next,rouge"
+        )
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: expected at least 1")
     processes = find_processes()
@@ -161,7 +164,8 @@ def run(
                     rows |= {key_of(r): r for r in new_rows}
                 if variant.label == FULL:
                     job.full |= {i: rows[key] for i, key in keys.items()}
-                advance(len(keys), f"{variant.label} {named(budget)}")
+                finished = 0 if missing else len(keys)
+                advance(len(keys), f"{variant.label} {named(budget)}", finished)
     processes.wait_for_everyone()
     merged = store.merge(*order) if processes.is_main_process else list(rows.values())
     processes.wait_for_everyone()

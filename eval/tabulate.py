@@ -135,6 +135,12 @@ class Report:
         compared = summary[summary.index.get_level_values(0).isin(self.policies)]
         return bool((compared["errors"] < compared["n"]).any())
 
+    @property
+    def missing(self) -> int:
+        """How many rows of the run are not measured yet."""
+        counts = [len(self.budgets_of(policy)) for policy in self.settings["policies"]]
+        return max(0, self.settings["n"] * sum(counts) - len(self.rows))
+
     def tables(self) -> list[Table]:
         """Return the main table, and for several tasks or tags a table of them at each budget."""
         tables = [self.main_table()]
@@ -145,7 +151,10 @@ class Report:
         return tables
 
     def main_table(self) -> Table:
-        """Return the table of policies by budgets; a full cache in 8 or 4 bits stands at 100 %."""
+        """Return the table of policies by budgets, the best of each bold if the run is complete.
+
+        A full cache in 8 or 4 bits stands at 100 %.
+        """
         # By text, which tells a budget of one token, 1, from the whole prompt, 1.0.
         ran = {p: set(map(repr, self.budgets_of(p))) for p in self.policies}
         budgets = {repr(b): b for b in self.budgets}
@@ -154,7 +163,7 @@ class Report:
         cells: dict[str, list[str]] = {policy: [] for policy in self.policies}
         for text, budget in budgets.items():
             figures = {p: self.figures(p, budget) for p in self.policies if text in ran[p]}
-            best = self._best(figures.values())
+            best = self._best(figures.values()) if self.missing == 0 else None
             for policy, column in cells.items():
                 at = figures.get(policy)
                 column.append(NONE if at is None else _cell(at, self.shown, best))
@@ -202,9 +211,9 @@ class Report:
         if full["score"] == 0:
             reason = "the model cannot do this task, so scores tell nothing of policies"
             notes.append(f"The full cache scores 0: {reason}.")
-        expected = s["n"] * sum(len(self.budgets_of(p)) for p in s["policies"])
-        if len(self.rows) < expected:
-            notes.append(f"Not finished: {len(self.rows)} of {expected} rows.")
+        if self.missing:
+            total = len(self.rows) + self.missing
+            notes.append(f"Not finished: {len(self.rows)} of {total} rows; none is marked as best.")
         notes += self.errors()
         options = [
             f"{label} with {', '.join(f'{k}={v}' for k, v in chosen.items())}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import math
 import os
 import re
 import socket
@@ -248,11 +249,12 @@ class Table:
 
 
 @contextmanager
-def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, str], None]]:
+def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[..., None]]:
     """Show a progress bar on standard error; in a pipe, a line every few seconds.
 
     Yields:
-        A function of the number of items done since its last call, and of the name of the work.
+        A function of the number of items done since its last call, of the name of the work, and of
+        how many of these items were done before, in an earlier run (0 by default).
     """
     from rich import progress
     from rich.console import Console
@@ -262,17 +264,19 @@ def bar(total: int | None, *, shown: bool = True) -> Generator[Callable[[int, st
     hidden = not (shown and console.is_terminal)
     bars = progress.Progress(*columns, console=console, disable=hidden)
     task, started = bars.add_task("", total=total), time.monotonic()
-    printed = started
+    printed, done_before = started, 0
 
-    def advance(n: int, what: str) -> None:
-        nonlocal printed
+    def advance(n: int, what: str, earlier: int = 0) -> None:
+        nonlocal printed, done_before
+        done_before += earlier
         bars.update(task, advance=n, description=what)
         now = time.monotonic()
         if shown and not console.is_terminal and now - printed >= _PROGRESS_INTERVAL:
             done = bars.tasks[task].completed
             of = "" if total is None else f" of {total}"
-            if total and done:
-                of += f", about {(now - started) / done * (total - done) / 60:.0f} min left"
+            if total and done > done_before:
+                seconds = (now - started) / (done - done_before) * (total - done)
+                of += f", about {math.ceil(seconds / 60)} min left"
             print(f"{done:.0f}{of}: {what}", file=sys.stderr, flush=True)
             printed = now
 

@@ -138,7 +138,8 @@ def test_report_writes_markdown_and_csv(report, tmp_path):
 
 def test_unfinished_run_is_noted(tmp_path):
     report = Report(write_run(tmp_path / "a", ROWS[:3]))
-    assert "Not finished: 3 of 6 rows." in report.notes()
+    assert "Not finished: 3 of 6 rows; none is marked as best." in report.notes()
+    assert report.main_table().rows == [("h2o", ["4.48 / 0.50 / 50.0"]), ("prefixkv", ["–"])]
     with pytest.raises(RunError, match="no finished row"):
         Report(write_run(tmp_path / "b", []))
 
