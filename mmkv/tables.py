@@ -79,7 +79,8 @@ def policy_table(name: str) -> Group:
     rows = [(x, texts.get(x.partition("=")[0], "")) for x in _texts(cls.options())]
     names = ", ".join((cls.name, *cls.aliases))
     table = _table(("option", "what it does"), rows)
-    return Group(f"{names}: {summary} ({cls.paper})\n", *([table] if rows else []))
+    paper = f" ({cls.paper})" if cls.paper else ""
+    return Group(f"{names}: {summary}{paper}\n", *([table] if rows else []))
 
 
 def policy_markdown() -> str:
@@ -106,6 +107,8 @@ def _part_rows() -> list[tuple[str, str, dict[str, str]]]:
 def _documented(cls: type) -> tuple[str, dict[str, str]]:
     """Return the first paragraph of a docstring, and the texts of the options it lists."""
     text = inspect.cleandoc(cls.__doc__ or "")
+    if text.startswith(f"{cls.__name__}("):  # made by `dataclass`
+        text = ""
     section = text.partition("\nOptions:\n")[2].split("\n\n")[0]
     # A line that is indented more than an option's name continues that option.
     entries = re.split(r"\n {4}(?! )", "\n" + section.removeprefix("\n"))[1:]
