@@ -28,11 +28,21 @@ BudgetsOption = Annotated[
     str | None,
     typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128)."),
 ]
+BudgetOption = Annotated[
+    str | None, typer.Option(help="Fraction of the prompt (0.2), or tokens per layer and head.")
+]
 MEMORY_HELP = (
     "In place of budgets: shares of the full cache's bytes, such as 25%,16x. Each sets tokens and "
     "their type."
 )
 MemoryOption = Annotated[str | None, typer.Option(help=MEMORY_HELP)]
+OneMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="In place of a budget: a share of the full cache's bytes, such as 25% or 16x. It sets "
+        "tokens and their type."
+    ),
+]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(

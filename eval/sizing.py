@@ -119,8 +119,8 @@ def plot_command(
     policies: Annotated[
         str, typer.Option(help="As for eval.", callback=checked(check_variants))
     ] = "prefixkv,xkv,squeeze,pyramidkv,snapkv",
-    budget: arguments.BudgetsOption = None,
-    memory: arguments.MemoryOption = None,
+    budget: arguments.BudgetOption = None,
+    memory: arguments.OneMemoryOption = None,
     model: ModelOption = DEFAULT_MODEL,
     suite: arguments.SuiteOption = None,
     data: arguments.DataOption = None,

@@ -98,7 +98,7 @@ PluginOption = Annotated[
         metavar="FILE.py",
         callback=_plugins,
         is_eager=True,
-        help="A file with policies or scores of your own; repeatable.",
+        help="A file with policies or parts of your own; repeatable.",
     ),
 ]
 PolicyName = Annotated[

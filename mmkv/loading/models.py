@@ -148,5 +148,7 @@ def find_device(name: str) -> torch.device:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         why = first_line(error).split(". ")[0]
+        if "device type" in why:  # torch lists twenty
+            why = "expected cpu, cuda, cuda:1, mps or another device of torch"
         raise ValueError(f"device {name!r}: {why} (auto takes a GPU if there is one)") from None
     return device

@@ -308,7 +308,7 @@ class TestChat:
         (("--model", "."), "this folder holds no config.json"),
         (("--model", "somebody/nothing"), "it is no folder here, and "),
         (("--model", "bare"), "this folder holds no tokenizer: tokenizer.save_pretrained(folder)"),
-        (("--device", "abacus"), "device 'abacus'"),
+        (("--device", "abacus"), "device 'abacus': expected cpu, cuda, cuda:1, mps or another"),
         (("--device", "meta"), "device 'meta'"),
         (("--dtype", "int8"), "dtype 'int8'"),
     ],
@@ -477,7 +477,16 @@ def test_a_pipe_gets_lines_of_progress_with_the_time_left(capsys, monkeypatch):
     monkeypatch.setattr(terminal.time, "monotonic", lambda: next(now))
     with terminal.bar(4) as advance:
         advance(1, "prompt 1")
-    assert re.fullmatch(r"1 of 4, about \d+ min left: prompt 1\n", capsys.readouterr().err)
+        assert re.fullmatch(r"1 of 4, about \d+ min left: prompt 1\n", capsys.readouterr().err)
+
+
+def test_the_time_left_of_a_resumed_run_counts_new_items_alone(capsys, monkeypatch):
+    now = iter((0, 0, 600))
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(now))
+    with terminal.bar(100) as advance:
+        advance(90, "earlier", 90)
+        advance(5, "now")
+    assert capsys.readouterr().err == "95 of 100, about 10 min left: now\n"
 
 
 def test_pipe_is_as_wide_as_its_terminal(monkeypatch):
