@@ -241,6 +241,7 @@ def _undone(cache: CompressedCache, *, always: bool) -> Generator[None]:
             layer.seen = seen
         for block, schedule in schedules if always else ():
             block.schedule = schedule
+        cache.in_pass = False
 
 
 def capture(step: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:

@@ -116,7 +116,9 @@ def before_decoder(
         )
     check_cache(cache, attachment)
     embeds = kwargs.get("inputs_embeds")
-    tokens = kwargs["input_ids"] if embeds is None else embeds
+    tokens = kwargs.get("input_ids") if embeds is None else embeds
+    if tokens is None:  # the decoder says so
+        return None
     checks.check_tokens(cache, tokens)
     if cache.short_positions is not None:
         longrope.use_one_frequency(attachment, cache, tokens.shape[1], kwargs.get("position_ids"))
@@ -133,6 +135,7 @@ def before_decoder(
         _begin_prompt(attachment, cache, running, mask, tokens, kwargs)
     else:
         _begin_step(cache, running, mask, tokens)
+    cache.in_pass = True
     return (), kwargs
 
 
@@ -185,6 +188,7 @@ def after_decoder(
             if running.cache.plan.policy.score.repeats:
                 repetition.run(attachment, running, kwargs)
             running.cache.finish()
+            running.cache.in_pass = False
     finally:
         running.cache = running.parts = None
         ForwardPass.end(module)

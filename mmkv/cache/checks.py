@@ -208,11 +208,11 @@ def _generated(cache: CacheState, seen: Tensor) -> Tensor:
 
 
 def check_whole(cache: CacheState) -> None:
-    """Raise ValueError after an interrupted pass, whose tokens some layers have not stored."""
+    """Raise ValueError after an interrupted pass, whose tokens some layers may not have stored."""
     seen = [x.seen for x in cache.compressed]
     marked = 0 if cache.masks is None else cache.masks.valid.shape[1]
-    if (least := min(seen)) < (most := max(*seen, marked)):
+    if cache.in_pass or min(seen) < max(*seen, marked):
         raise ValueError(
-            f"this CompressedCache was interrupted within a pass (some layers have stored {least} "
-            f"of {most} tokens): start a new one"
+            "this CompressedCache was interrupted within a pass, by an error or Ctrl-C, so layers "
+            f"may lack some of {max(*seen, marked)} tokens: start a new one"
         )

@@ -65,6 +65,8 @@ class CacheState(Cache):
         # Ids of the first t tokens seen, int64 [B, t]; None: not known.
         self.ids: Tensor | None = None
         self.shape = checks.shape(config)
+        # Whether the decoder runs, or stopped within a pass by an error.
+        self.in_pass = False
         # The model's type when it read the latest prompt; None: not known.
         self.dtype: torch.dtype | None = None
 
@@ -131,8 +133,16 @@ class CacheState(Cache):
         self._select_rows(torch.arange(len(self.lengths), device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows, given by index or by a bool mask."""
-        self._select_rows(indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices)
+        """Keep only these rows, given by index or by a bool mask of all rows.
+
+        Raises:
+            IndexError: a row does not exist, or the mask has another length.
+        """
+        if indices.dtype == torch.bool:
+            if self.masks is not None and len(indices) != len(self.lengths):
+                raise IndexError(f"mask of {len(indices)}: the cache has {len(self.lengths)} rows")
+            indices = indices.nonzero()[:, 0]
+        self._select_rows(indices)
 
     def _select_rows(self, batch: Tensor) -> None:
         """Keep the rows `batch`, which may repeat, with all their state.
@@ -164,7 +174,7 @@ class CacheState(Cache):
         """Drop everything, ready for a new prompt."""
         super().reset()
         self.masks, self.phase, self.graph_inputs = None, Reading(), None
-        self.sizes_learned = False
+        self.sizes_learned = self.in_pass = False
         self.rope_deltas = self.ids = self.context_length = None
         self.long = False
 
@@ -249,7 +259,10 @@ class CacheState(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of keys and values, empty slots included."""
+        """Bytes of the storages of pairs, empty slots included, weights and group indices.
+
+        Positions, scores and biases do not count.
+        """
         return sum(self.layer_nbytes)
 
     @property

@@ -13,6 +13,7 @@ from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import continued, make_inputs, make_model
 from helpers.oracle import generate, short
+from mmkv.cache.prompt_kv import PromptKV
 
 
 def prefill(model, inputs, **more):
@@ -91,9 +92,30 @@ class TestOurAttentionRuns:
             ending = text_model.model.layers[1].register_forward_pre_hook(interrupt)
             with ending, pytest.raises(KeyboardInterrupt):
                 text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
-            with pytest.raises(ValueError, match=r"interrupted.*40 of 41 tokens.*start a new"):
+            with pytest.raises(ValueError, match=r"interrupted.*some of 41 tokens: start a new"):
                 text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
             assert generate(text_model, inputs, new=3)[2].get_seq_length() == 42
+
+    @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+    def test_continuing_pass_that_failed_in_last_layer_raises(self, text_model, kind, monkeypatch):
+        """All layers have counted the turn's tokens, but the last has not stored them."""
+        inputs, extended, calls = make_inputs("llama", (40,)), PromptKV.extended, []
+
+        def fail(*args):
+            calls.append(1)
+            if len(calls) == 3:
+                raise kind
+            return extended(*args)
+
+        with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
+            _, said, cache, _ = generate(text_model, inputs, new=3)
+            turn = continued(inputs, said, said.flip(1))
+            monkeypatch.setattr(PromptKV, "extended", fail)
+            with pytest.raises(kind):
+                generate(text_model, turn, new=3, past_key_values=cache)
+            turn = continued(turn, said[:, :1])
+            with pytest.raises(ValueError, match="interrupted within a pass"):
+                generate(text_model, turn, new=3, past_key_values=cache)
 
     @pytest.mark.parametrize("layer", [0, 1])
     def test_continuing_interrupted_turn_raises(self, text_model, layer):
@@ -106,7 +128,7 @@ class TestOurAttentionRuns:
             ending = text_model.model.layers[layer].register_forward_pre_hook(interrupt)
             with ending, pytest.raises(KeyboardInterrupt):
                 generate(text_model, turn, new=3, past_key_values=cache)
-            with pytest.raises(ValueError, match=r"interrupted.*42 of 46 tokens.*start a new"):
+            with pytest.raises(ValueError, match=r"interrupted.*some of 46 tokens: start a new"):
                 generate(text_model, turn, new=3, past_key_values=cache)
 
 
