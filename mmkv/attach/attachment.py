@@ -202,19 +202,19 @@ def prepare_cache(
     attachment: Attachment,
     generation_config: Any,
     model_kwargs: dict[str, Any],
-    *args: Any,
-    **kwargs: Any,
+    generation_mode: Any,
+    batch_size: int,
+    max_cache_length: int,
 ) -> None:
     """Replace `_prepare_cache_for_generation`: make a compressed cache, or continue one."""
     attachment.complete_plan()
-    mode = kwargs.get("generation_mode", args[0] if args else "")
     name = generation_config.cache_implementation
     if name not in (None, "dynamic"):
         raise ValueError(
             f"cache_implementation={name!r} asks for a cache of its own, but this model makes a "
             "compressed one: drop it, or mmkv.unwrap(model) first"
         )
-    if "assisted" in str(getattr(mode, "value", mode)):
+    if "assisted" in str(generation_mode.value):
         raise ValueError(
             "assisted decoding takes tokens back from the cache, which a compressed cache cannot: "
             "generate without an assistant, or mmkv.unwrap(model) first"
@@ -233,8 +233,7 @@ def prepare_cache(
         model_kwargs[CACHE] = cache
     if generation_config.num_beams > 1:  # beam search does not call it, so the log would lack it
         graph.pays(attachment.model, model_kwargs, generation_config)
-    # The last token that is generated is not read.
-    cache.max_length = (generation_config.max_length or 1) - 1
+    cache.max_length = max_cache_length
     cache.rope_deltas = getattr(generation_config, _OFFSETS, None)
     if cache.rope_deltas is not None:  # one for each row, before rows are repeated for beams
         rows = model_kwargs["position_ids"].shape[-2]

@@ -31,6 +31,16 @@ def passes(model, inputs, new):
     return found
 
 
+def test_a_prompt_of_embeddings_has_as_many_slots_as_its_ids(models):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    embeds = model.get_input_embeddings()(inputs["input_ids"])
+    given = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    with mmkv.wrapped(model, "full"):
+        of_ids = model.generate(**inputs, **given).past_key_values
+        of_embeds = model.generate(inputs_embeds=embeds, **given).past_key_values
+    assert of_embeds.max_length == of_ids.max_length == 79
+
+
 @cases("variant", DECODING[1::2], "h2o", ids=str)
 def test_few_slots_are_empty(models, variant):
     """An eighth of the slots in use, or 16 a row; rows of similar length share slots (4 %)."""
