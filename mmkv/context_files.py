@@ -142,10 +142,15 @@ def _check_model(header: dict[str, Any], attachment: Attachment) -> None:
             f"it was read in {header['dtype'][:40]}, and the model is in {dtype}: load the "
             "model in that dtype, or read the prompt again"
         )
-    if header["weights"] != digest.of_model(model, attachment.parts.config):
+    try:
+        weights = digest.of_model(model, attachment.parts.config)
+    except NotImplementedError:
         raise ValueError(
-            "it was read by a model with other weights or adapters: load that model (--model)"
-        )
+            "this model's weights are offloaded, so they cannot be compared with those that read "
+            "it: load the model without offloading"
+        ) from None
+    if header["weights"] != weights:
+        raise ValueError("it was read by a model with other weights or adapters: load that model")
     now, stored = _plan(attachment.plan), header["plan"]
     for name in ("policy", "memory", "budget", *now, *stored):
         if stored.get(name) != now.get(name):
@@ -219,7 +224,7 @@ def _inputs(attachment: Attachment, tensors: dict[str, Tensor]) -> tuple[dict[st
     ids = tensors.get("inputs.input_ids", torch.empty(0, device="cpu"))
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError("it lacks input_ids [B, T]")
-    last_id = max([model.get_input_embeddings().num_embeddings - 1, *images])
+    last_id = max([len(model.get_input_embeddings().weight) - 1, *images])
     specs = {k: Spec(tuple(ids.shape), _INTEGERS, 0, largest) for k, largest in TOKENWISE.items()}
     specs = {**specs, "input_ids": replace(specs["input_ids"], high=last_id), **GRIDS}
     inputs = _take(tensors, "inputs.", {k: x for k, x in specs.items() if k in names})
@@ -275,9 +280,11 @@ def _by_name(cache: CompressedCache) -> Iterator[tuple[str, Any]]:
 
 
 def _plan(plan: CacheConfig) -> dict[str, Any]:
-    """Return policy, options, budget and dtype as plain JSON values."""
+    """Return the fields of a plan that a cache depends on, as plain JSON values."""
     fields = {"policy": plan.policy.name, **plan.policy.flat()}
     fields |= {"budget": plan.budget, "kv_dtype": plan.kv_dtype}
+    fields |= {"fractions": plan.fractions} if plan.fractions else {}
+    fields |= {"evict_chunks": True} if plan.evict_chunks else {}
     fields |= {} if plan.allotment is None else {"memory": float(plan.allotment.memory)}
     fields |= {} if plan.table is None else {"table": asdict(plan.table)}
     return json.loads(json.dumps(fields, default=str))

@@ -60,7 +60,7 @@ class Context:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storage for keys and values."""
+        """`nbytes` of the cache."""
         return self.cache.nbytes
 
     def report(self) -> CacheReport:
@@ -300,6 +300,8 @@ def load_context(
 
 def _read(model: Any, arguments: dict[str, Any], chunk: int | None) -> CompressedCache:
     """Run a prompt, or more of it, through the model; return its cache."""
+    if chunk is not None and not (isinstance(chunk, int) and chunk > 0):
+        raise ValueError(f"prefill_chunk_size={chunk!r}: expected a number of tokens, 1 or more")
     out = model.generate(
         **arguments,
         max_new_tokens=1,
@@ -337,7 +339,8 @@ def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
     tensors = dict(inputs)
     if isinstance(seconds := tensors.get(_SECONDS), list):
         tensors[_SECONDS] = torch.tensor(seconds)
-    tensors = {k: x.to(model.device) if isinstance(x, Tensor) else x for k, x in tensors.items()}
+    if model.device.type != "meta":  # of offloaded weights; accelerate then moves the inputs
+        tensors |= {k: x.to(model.device) for k, x in tensors.items() if isinstance(x, Tensor)}
     # Processors return float32, which not every vision tower converts (Llama 4).
     tensors |= {k: x.to(model.dtype) for k, x in tensors.items() if k.startswith("pixel_values")}
     if "input_ids" not in tensors:
@@ -350,15 +353,23 @@ def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
     if tensors["input_ids"].ndim != 2 or not tensors["input_ids"].numel():
         shape = tuple(tensors["input_ids"].shape)
         raise ValueError(f"input_ids of shape {shape}: expected [B, N], with tokens")
-    ids, n_ids = tensors["input_ids"], model.get_input_embeddings().num_embeddings
+    ids, n_ids = tensors["input_ids"], len(model.get_input_embeddings().weight)
     if bool(((ids < 0) | (ids >= n_ids)).any()):
         lowest, highest = int(ids.min()), int(ids.max())
-        raise ValueError(f"ids from {lowest} to {highest}: expected 0 to {n_ids - 1}")
+        raise ValueError(
+            f"ids from {lowest} to {highest}: expected 0 to {n_ids - 1}; encode with this model's "
+            "tokenizer"
+        )
     if "position_ids" in tensors:
         raise ValueError(
             "position_ids: a context uses the model's own positions: leave position_ids out"
         )
-    tensors.setdefault("attention_mask", torch.ones_like(tensors["input_ids"]))
+    mask = tensors.setdefault("attention_mask", torch.ones_like(ids))
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)}: expected that of input_ids, "
+            f"{tuple(ids.shape)}"
+        )
     return tensors
 
 

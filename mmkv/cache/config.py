@@ -64,7 +64,8 @@ class CacheConfig:
 
     def describe(self) -> str:
         """Return the policy and budget in words."""
-        size = f"budget={self.budget}"
+        retention = self.policy.layers.retention
+        size = f"budget={self.budget}" if retention is None else f"retention={retention}"
         size += "" if self.kv_dtype is None else f", kv_dtype={self.kv_dtype!r}"
         if self.allotment is not None:
             size = f"memory={float(self.allotment.memory):.3g}"

@@ -49,7 +49,10 @@ class KeptKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of pairs, empty slots included, weights and group indices."""
+        """Bytes of the storages of pairs, empty slots included, weights and group indices.
+
+        Positions, scores and biases do not count.
+        """
         groups = 0 if self.group_index is None else self.group_index.nbytes
         weights = (x.log_weights for x in self.blocks)
         weight_bytes = sum(x.untyped_storage().nbytes() for x in weights if x is not None)

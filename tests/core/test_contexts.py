@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+import accelerate
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -22,6 +23,7 @@ from helpers.models import PAD, make_inputs, make_model, row_of
 from helpers.oracle import DECODING, generate, options_of, short
 from mmkv.cache.group_index import GroupIndex
 from mmkv.context_files import TOKENWISE
+from mmkv.profiles import Profile
 
 NEW = 5
 POLICIES = ["condense", "snapkv", "adakv", "prefixkv", "h2o", "streaming"]
@@ -363,6 +365,21 @@ def test_a_file_of_another_model_or_wrap_is_refused(models, tmp_path):
             mmkv.load_context(path, one)
 
 
+def test_a_file_of_other_layer_sizes_or_chunks_is_refused(models, tmp_path):
+    model, inputs, path = models("llama"), make_inputs("llama", (60,)), tmp_path / "read"
+    profiles = [(0.6, 0.4, 0.2), (0.2, 0.4, 0.6)]
+    wraps = [{"profile": Profile(fractions=x, budget=0.4)} for x in profiles]
+    with mmkv.wrapped(model, "prefixkv", 0.4, **wraps[0]):
+        mmkv.read(model, inputs).save(path)
+        mmkv.load_context(path, model)
+    for wrap, message in ((wraps[1], "fractions="), ({"evict_chunks": True}, "evict_chunks=None")):
+        with (
+            mmkv.wrapped(model, "prefixkv", 0.4, **wrap),
+            pytest.raises(ValueError, match=f"read with .*{message}"),
+        ):
+            mmkv.load_context(path, model)
+
+
 def test_context_with_other_weights_raises(tmp_path):
     model, asked, path = make_model("llama"), question(8), tmp_path / "read"
     o_proj = model.model.layers[1].self_attn.o_proj.weight
@@ -395,6 +412,32 @@ def test_a_context_of_offloaded_weights_is_asked_but_not_saved(tmp_path):
         assert ask(context, question(8))[1].shape == (1, NEW)
         with pytest.raises(ValueError, match="offloaded weights cannot be saved"):
             context.save(tmp_path / "read")
+        del model.offloaded
+        mmkv.read(model, make_inputs("llama", (40,))).save(tmp_path / "read")
+        model.register_buffer("offloaded", torch.ones(3, device="meta"))
+        with pytest.raises(ValueError, match=r"weights are offloaded, .* without offloading"):
+            mmkv.load_context(tmp_path / "read", model)
+
+
+def test_a_model_whose_weights_are_all_offloaded_reads_contexts():
+    model, inputs = make_model("llama"), make_inputs("llama", (40,))
+    with mmkv.wrapped(model, "snapkv", 0.4, **short("snapkv")):
+        expected = ask(mmkv.read(model, inputs), question(8))[1]
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with mmkv.wrapped(model, "snapkv", 0.4, **short("snapkv")):
+        assert torch.equal(ask(mmkv.read(model, inputs), question(8))[1], expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_a_model_with_lora_on_its_embeddings_reads_contexts():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"])
+    lora = peft.get_peft_model(make_model("llama"), config).eval()
+    with mmkv.wrapped(lora, "snapkv", 0.4, **short("snapkv")):
+        context = mmkv.read(lora, make_inputs("llama", (40,)))
+        assert ask(context, question(8))[1].shape == (1, NEW)
+        with pytest.raises(ValueError, match=r"ids from 4 to 999: expected 0 to \d+; encode"):
+            context.ask(torch.tensor([4, 999]))
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
@@ -864,6 +907,10 @@ def test_invalid_questions_raise(models):
                     use(given)
         with pytest.raises(ValueError, match=r"position_ids: .* leave position_ids out"):
             mmkv.read(model, {**inputs, "position_ids": torch.arange(40).expand(2, -1)})
+        with pytest.raises(ValueError, match=r"attention_mask of shape \(2, 3\): .*\(2, 4\)"):
+            context.ask(question(4, rows=2) | {"attention_mask": torch.ones(2, 3)})
+        with pytest.raises(ValueError, match="prefill_chunk_size=0: expected a number of tokens"):
+            mmkv.read(model, inputs, prefill_chunk_size=0)
         with pytest.raises(ValueError, match=r'input_ids is a list: .* return_tensors="pt"'):
             mmkv.read(model, {"input_ids": inputs["input_ids"].tolist()})
         with pytest.raises(ValueError, match="use_cache=False leaves nothing"):
