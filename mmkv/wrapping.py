@@ -57,8 +57,8 @@ def wrap(
         memory: in place of `budget` and `kv_dtype`: the share, in (0, 1], of the bytes that the
             full cache of a prompt has in the model's type, such as 1/16, "6%" or "16x". It sets
             tokens and type together, see `mmkv.memory`. Layers with a sliding window or linear
-            attention do not count. If no budget or type is given either, nor a profile of kept
-            fractions, it is 1/8.
+            attention do not count. It is 1/8 if the policy takes a budget, and neither a
+            budget, a type nor a profile of kept fractions is given.
         evict_chunks: evict after every chunk of a prompt that is read in chunks
             (`generate(..., prefill_chunk_size=1024)`), so that memory is the budget and one chunk
             at any length, and later chunks attend to what is left. Otherwise a prompt is evicted

@@ -27,7 +27,7 @@ from mmkv.cache.config import CacheConfig
 from mmkv.calls import CACHE, cache_in, has_pictures, reads_chunks, unwrap_container
 from mmkv.decode.victims import Fixed, LeastAttended
 
-_recording = threading.Lock()
+_recording_lock = threading.Lock()
 # The generation config of the latest call, a copy of its own, which takes the position offset of
 # text after pictures to the cache: a streamer may call `generate` before the cache is made.
 _latest_config: ContextVar[Any] = ContextVar("mmkv_generation_config", default=None)
@@ -78,7 +78,7 @@ class Attachment:
 
     def record_attention_inputs(self) -> None:
         """Record the inputs of attention modules in all later passes that repeat a prompt."""
-        with _recording:
+        with _recording_lock:
             if not self._records_inputs:
                 self._records_inputs = True
                 for module in self.parts.attentions:

@@ -185,7 +185,8 @@ def pays(model: nn.Module, model_kwargs: dict[str, Any], generation_config: Any)
 
 
 def _decodes(cache: CompressedCache, inputs: dict[str, Any]) -> bool:
-    """Return whether this pass decodes one token after a prompt that has been evicted."""
+    """Return whether this pass reads one generated token, and neither a prompt nor, with longrope,
+    the prompt again."""
     tokens = inputs.get("input_ids")
     tokens = inputs["inputs_embeds"] if tokens is None else tokens
     decodes = not cache.expects_prompt and tokens.shape[1] == 1

@@ -281,7 +281,8 @@ class TokenMasks:
         """Mark the pinned tokens: sinks, the observation window, protected text.
 
         Args:
-            plan, n_layers: see `CacheConfig.total_kept`; without a budget `retention` decides.
+            plan, n_layers: they give each row's budget, which may make its window smaller. Without
+                a budget (`retention`) windows keep their size.
             valid: bool [B, q], the new tokens; q is 0 in a round of generated tokens, of which the
                 last `decode.latest` are pinned.
             image: bool [B, q], or None without pictures.

@@ -175,7 +175,7 @@ def _slot_scores(
         of_slots = of_slots.scatter_reduce_(-1, kept.slot, scores, how)[..., :-1]
     of_slots = of_slots.flatten(0, 1)
     if reduction == "max" and not all(scored := plan.long_enough(masks)):
-        # Outside of a batch, a row that is too short to lose a token is not scored.
+        # A row that is too short to lose a token is not scored when it is alone, so it has zeros.
         whole_rows = ~torch.tensor(scored, device="cpu").repeat_interleave(H)[:, None]
         of_slots.masked_fill_(whole_rows.to(of_slots.device, non_blocking=True), 0.0)
     return of_slots

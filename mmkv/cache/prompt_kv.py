@@ -161,7 +161,8 @@ class PromptKV:
     ) -> None:
         """Score all tokens by the new queries, and combine the result with earlier scores.
 
-        Window scores pool over neighbours in the cache. `new` are the inputs of the latest tokens;
+        After an eviction, a window score pools over tokens that are neighbours in the cache, not
+        in the text. `new` are the inputs of the latest tokens;
         `mean_sizes` is [B].
         """
         windows: Sequence[int] = masks.windows

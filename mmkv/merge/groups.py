@@ -74,7 +74,7 @@ class MergeIntoGroups(Merge):
         present = prompt_kv.positions.expand(B, H, U) >= 0
         size, protected = ranking.size.expand(B, H), ranking.protected.expand(B, H, U)
         known = ranking.counts.expand(-1, B, H)
-        rank, counts = self._without_newest(ranking.rank.expand(B, H, U), known[:3])
+        rank, counts = self._with_newest_pinned(ranking.rank.expand(B, H, U), known[:3])
         token_weights = present.float() if prompt_kv.weights is None else prompt_kv.weights
         score = positive(rank)
         leader = leaders(
@@ -113,7 +113,7 @@ class MergeIntoGroups(Merge):
             ),
         )
 
-    def _without_newest(self, rank: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def _with_newest_pinned(self, rank: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Pin the newest tokens, so that they stay single; at most an eighth of the slots.
 
         Args:

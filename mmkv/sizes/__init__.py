@@ -1,9 +1,8 @@
 """Sizes of layers and of a layer's heads: each file holds a formula and the part that uses it.
 
-A budget is the number or share of tokens kept. Every formula spends its `total` exactly, so that
-all policies are compared at the same cache size, and breaks ties by the lowest index. Inputs may be
-on any device and are computed there in float64; only sizes are sent to the host. Shape letters are
-those of `mmkv.scores`.
+A budget is the number or share of tokens kept. Every formula with a `total` spends it exactly, so
+that all policies are compared at the same cache size, and breaks ties by the lowest index. Scores
+may be on any device; only sizes are sent to the host. Shape letters are those of `mmkv.scores`.
 """
 
 from mmkv.sizes.heads import adaptive_heads

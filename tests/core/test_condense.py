@@ -183,7 +183,7 @@ def test_newest_tokens_take_at_most_an_eighth_of_the_slots(size: int, newest: in
     kv = PromptKV(scores, scores, positions, scores)
     ranking = selection.ranked(plan, kv, prompt, [size])
     counts = ranking.counts[:3]
-    rank, counts = policy.merge._without_newest(ranking.rank, counts)
+    rank, counts = policy.merge._with_newest_pinned(ranking.rank, counts)
     room = min(newest, size - must)
     expected = prompt.pinned[0].clone()
     free = (~expected).nonzero()[:, 0].tolist()
