@@ -215,7 +215,8 @@ class Impl(AttentionImpl[Metadata]):
             return output.zero_()
         n, metas = attn_metadata.plan.tokens, get_forward_context().attn_metadata
         query = query[:n].unflatten(1, (self.num_kv_heads, -1))  # [tokens, H, G, D]
-        pairs = torch.cat([key, value], -1)[:n]  # [tokens, H, 2 * D]
+        # A masked slot may hold another request's pair, and a NaN would pass through the mask.
+        pairs = _finite(torch.cat([key, value], -1)[:n])  # [tokens, H, 2 * D]
         out = output.view(len(output), *query.shape[1:])
         for part in layer.parts:
             units = [(unit.pages, metas[unit.layer_name]) for unit in part.units]
@@ -315,13 +316,19 @@ class Impl(AttentionImpl[Metadata]):
             extract_layer_index(part.name),
         )
         keys, values, weights = compress(prompt, b - first, policy)
-        pairs = torch.cat([keys, values], -1).transpose(0, 1).to(part.layer.dtype)  # [M, H, 2 * D]
+        pairs = torch.cat([keys, values], -1).transpose(0, 1)
+        pairs = _finite(pairs.to(part.layer.dtype))  # [M, H, 2 * D]
         position = torch.arange(first, b, device=pairs.device)
         new = pairs.chunk(len(units), 1), weights.T.chunk(len(units), 1)
         for (pages, meta), of_unit, weight in zip(units, *new, strict=True):
             block = meta.all_blocks[row.index][position // size]
             pages.pairs[block, :, position % size] = of_unit
             pages.weights[block, :, position % size] = weight
+
+
+def _finite(pairs: Tensor) -> Tensor:
+    """Write zeros in place of NaN and infinity."""
+    return pairs.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class Backend(AttentionBackend):
