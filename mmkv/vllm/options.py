@@ -176,6 +176,12 @@ def _check_version() -> None:
         )
 
 
+def _kv_cache_scheme(config: Any) -> Any:
+    """Return how a checkpoint quantises its KV cache; None if it does not."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    return quantization.get("kv_cache_scheme")
+
+
 def _check_engine(config: Any) -> None:
     """Refuse features of vLLM with which compressed heads would be wrong.
 
@@ -229,6 +235,16 @@ def _check_engine(config: Any) -> None:
             cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
             f"a KV cache of {cache.cache_dtype} for a model of {model.dtype}",
             "leave --kv-cache-dtype out",
+        ),
+        (
+            cache.cache_dtype == "auto" and _kv_cache_scheme(model.hf_config),
+            "a checkpoint whose KV cache is quantised (kv_cache_scheme)",
+            f"add --kv-cache-dtype {str(model.dtype).removeprefix('torch.')}",
+        ),
+        (
+            getattr(model.hf_text_config, "dual_chunk_attention_config", None),
+            "dual chunk attention",
+            "serve this model without mmkv",
         ),
         (config.use_v2_model_runner, "Model Runner V2", "set VLLM_USE_V2_MODEL_RUNNER=0"),
         (

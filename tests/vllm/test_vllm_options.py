@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
@@ -117,6 +118,14 @@ def test_an_engine_is_refused_before_its_model_is_loaded(
     assert few["classes"][0][0] == 1e-6
     with pytest.raises(ValueError, match="unknown option 'classes'"):
         created(tiny, given | {"classes": 5})
+    scheme = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
+    assert options._kv_cache_scheme(LlamaConfig(quantization_config=scheme)) == {"num_bits": 8}
+    with monkeypatch.context() as patch:
+        patch.setattr(options, "_kv_cache_scheme", lambda config: {"num_bits": 8})
+        with pytest.raises(ValueError, match=r"\(kv_cache_scheme\): add --kv-cache-dtype float32"):
+            created(tiny, given)
+    with pytest.raises(ValueError, match="dual chunk attention: serve this model without mmkv"):
+        created(tiny, given, hf_overrides={"dual_chunk_attention_config": {"chunk_size": 64}})
     for kind in ("fp8", "bfloat16"):
         with pytest.raises(ValueError, match=f"a KV cache of {kind} for a model of torch.float32"):
             created(tiny, given, kv_cache_dtype=kind)
