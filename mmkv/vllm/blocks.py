@@ -153,10 +153,11 @@ class Index:
                 while end < most and pool.get_cached_block(_tail(hashes[end], n * size), groups):
                     end += 1
                 best = max(best, (n, end), key=lambda x: x[1])
-        first, end = max(least - 1, best[1]), total
+        first, end = max(least - 1, best[1]), most
         if self.resumed is not None:
             first, end = max(first, self.resumed - 1), self.resumed
-        self.awaited = set(hashes[first:end]) & set(self.reading.values())
+        # vLLM searches again, with a smaller length, for each kind of group.
+        self.awaited |= set(hashes[first:end]) & set(self.reading.values())
         return best
 
     def boundary(self, request: Any) -> int:
@@ -370,6 +371,7 @@ def register() -> None:
     def searching(self: Any, request: Any) -> Any:
         index = getattr(self.block_pool, "mmkv", None)
         if index is not None:
+            index.awaited = set()
             replies, boundary = request.num_output_tokens, getattr(request, "mmkv_boundary", None)
             resumes = replies and boundary is not None
             index.resumed = boundary // index.size if resumes else None

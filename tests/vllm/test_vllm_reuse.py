@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
@@ -183,6 +184,23 @@ def test_a_request_is_not_kept_waiting_by_one_that_was_aborted(ask: Any) -> None
     assert ended == ["r1"]
 
 
+def test_a_preempted_request_keeps_the_boundary_of_its_hit(engine: Engine, ask: Any) -> None:
+    document, *questions = prompts(450, 20, 43, seed=5)
+    first, second = (document + x for x in questions)
+    for ids, boundary in ((first, last(first)), (second, 448)):
+        ask(ids, boundary)
+    expected, hit = ask(second, 448, 24)
+    assert hit > 0
+    requests = engine.llm.llm_engine
+    requests.add_request("again", {"prompt_token_ids": second}, sampling(24))
+    for _ in range(12):
+        requests.step()
+    assert engine.llm.reset_prefix_cache(reset_running_requests=True)  # preempts it
+    while requests.has_unfinished_requests():
+        found = requests.step()
+    assert list(found[0].outputs[0].token_ids) == expected
+
+
 def test_preempted_requests_keep_their_boundary(start: Any, twin: Any) -> None:
     ids = prompts(150, 170, 190, 210, seed=15)
     options: Any = {"kv_cache_memory_bytes": 1_500_000, "max_model_len": 300}
@@ -202,21 +220,32 @@ def test_preempted_requests_keep_their_boundary(start: Any, twin: Any) -> None:
         assert engine.all_free
 
 
-def test_a_preempted_request_keeps_the_boundary_of_its_hit(engine: Engine, ask: Any) -> None:
-    document, *questions = prompts(450, 20, 43, seed=5)
-    first, second = (document + x for x in questions)
-    for ids, boundary in ((first, last(first)), (second, 448)):
-        ask(ids, boundary)
-    expected, hit = ask(second, 448, 24)
-    assert hit > 0
-    requests = engine.llm.llm_engine
-    requests.add_request("again", {"prompt_token_ids": second}, sampling(24))
-    for _ in range(12):
+def test_a_request_that_reads_no_cache_does_not_wait_for_others(start: Any) -> None:
+    """Not even if the one before it waited for a prefix, and was aborted."""
+    document, question, other = prompts(1100, 20, 40)
+    options: Any = {"max_num_batched_tokens": 256, "long_prefill_token_threshold": 64}
+    with start(SNAPKV, enable_prefix_caching=True, **options) as engine:
+        requests, ended = engine.llm.llm_engine, list[str]()
+        for name, ids in (("reader", document), ("waiter", document + question)):
+            requests.add_request(name, {"prompt_token_ids": ids}, sampling(2))
         requests.step()
-    assert engine.llm.reset_prefix_cache(reset_running_requests=True)  # preempts it
-    while requests.has_unfinished_requests():
-        found = requests.step()
-    assert list(found[0].outputs[0].token_ids) == expected
+        requests.step()
+        requests.abort_request(["waiter"])
+        requests.add_request("free", {"prompt_token_ids": other}, sampling(2, prompt_logprobs=1))
+        while requests.has_unfinished_requests():
+            ended += [x.request_id for x in requests.step() if x.finished]
+    assert ended == ["free", "reader"]
+
+
+def test_nan_of_one_request_does_not_reach_others(start: Any) -> None:
+    """A block that it leaves holds its pairs in the slots that are not written yet."""
+    ids = prompts(300, 200, 90, seed=3)
+    with start(SNAPKV, enable_prompt_embeds=True, enable_prefix_caching=False) as engine:
+        expected = [engine.generate([x], 12) for x in ids]
+        embeds = torch.randn(400, 256, generator=torch.Generator().manual_seed(1)) * 0.02
+        embeds[200] = torch.nan
+        engine.llm.generate([{"prompt_embeds": embeds}], sampling(4), use_tqdm=False)
+        assert [engine.generate([x], 12) for x in ids] == expected
 
 
 def test_later_questions_hit_where_no_head_keeps_the_whole_prompt(start: Any, twin: Any) -> None:
