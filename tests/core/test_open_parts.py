@@ -30,7 +30,7 @@ VARIANTS = [
 def folder(tmp_path_factory):
     """A folder with the file, and the metadata by which an installed package would be found."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (code,) = (block for block in blocks if "register_part" in block)
+    (code,) = (block for block in blocks if 'register_part("small-keys")' in block)
     entry = re.search(r"^small-keys = .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert entry is not None
     found = tmp_path_factory.mktemp("package")

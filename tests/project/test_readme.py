@@ -181,6 +181,10 @@ class TestCode:
         with mmkv.wrapped(model, "snapkv", 0.5, **options), torch.no_grad():
             kept = model(**inputs).past_key_values.kept(0)
         assert kept.shape == (1, 2, 45)
+        model, inputs = models("llama-mha"), make_inputs("llama-mha", (90, 61))
+        with mmkv.wrapped(model, "knorm", 0.4, heads="first-head"), torch.no_grad():
+            kept = model(**inputs).past_key_values.kept(0)
+        assert (kept >= 0).sum(-1).tolist() == [[72, 24, 24, 24], [50, 17, 17, 16]]
         (table,) = blocks("docs/extending.md", "toml")
         groups = tomllib.loads(table)["project"]["entry-points"]
         assert set(groups) == {"mmkv.policies", "mmkv.parts"}
