@@ -14,7 +14,6 @@ prompt's length, and what is cached depends on tokens alone:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -96,8 +95,8 @@ class Index:
         self.hits: dict[str, int] = {}  # the boundary of a request that starts with a hit
         self.reading: dict[str, BlockHash] = {}  # the prefix of a request that will be compressed
         self.awaited: set[BlockHash] = set()  # those of `reading` that the last search could use
-        # The boundary, in blocks, of the preempted request for which hits are searched; None: of
-        # one without a reply, which may have any.
+        # The boundary, in blocks, that a search for hits has to find: that of a request which was
+        # preempted after its reply began. None: any boundary will do.
         self.resumed: int | None = None
 
     @classmethod
@@ -144,10 +143,9 @@ class Index:
         most = min(length // size, total)
         least = max(1, min(total - 1, int((1 - TAIL) * total)))
         groups = [*self.whole, *self.small]
-        places: Sequence[int] = range(self.run(pool, hashes, most), least - 1, -1)
-        if self.resumed is not None:
-            places = [n for n in places if n == self.resumed]
-        for n in places:
+        for n in range(self.run(pool, hashes, most), least - 1, -1):
+            if self.resumed not in (None, n):
+                continue
             if all(self.state(pool, hashes[n - 1], n * size, g) is not None for g in self.small):
                 end = n
                 while end < most and pool.get_cached_block(_tail(hashes[end], n * size), groups):
