@@ -28,7 +28,7 @@ BudgetsOption = Annotated[
     str | None,
     typer.Option(help="Fractions of the prompt (0.2), or tokens per layer and head (128)."),
 ]
-BudgetOption = Annotated[
+OneBudgetOption = Annotated[
     str | None, typer.Option(help="Fraction of the prompt (0.2), or tokens per layer and head.")
 ]
 MEMORY_HELP = (

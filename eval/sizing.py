@@ -119,7 +119,7 @@ def plot_command(
     policies: Annotated[
         str, typer.Option(help="As for eval.", callback=checked(check_variants))
     ] = "prefixkv,xkv,squeeze,pyramidkv,snapkv",
-    budget: arguments.BudgetOption = None,
+    budget: arguments.OneBudgetOption = None,
     memory: arguments.OneMemoryOption = None,
     model: ModelOption = DEFAULT_MODEL,
     suite: arguments.SuiteOption = None,

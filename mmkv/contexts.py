@@ -339,7 +339,7 @@ def _tensors(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]:
     tensors = dict(inputs)
     if isinstance(seconds := tensors.get(_SECONDS), list):
         tensors[_SECONDS] = torch.tensor(seconds)
-    if model.device.type != "meta":  # of offloaded weights; accelerate then moves the inputs
+    if model.device.type != "meta":  # if all weights are offloaded, accelerate moves the inputs
         tensors |= {k: x.to(model.device) for k, x in tensors.items() if isinstance(x, Tensor)}
     # Processors return float32, which not every vision tower converts (Llama 4).
     tensors |= {k: x.to(model.dtype) for k, x in tensors.items() if k.startswith("pixel_values")}

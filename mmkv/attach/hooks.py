@@ -117,7 +117,7 @@ def before_decoder(
     check_cache(cache, attachment)
     embeds = kwargs.get("inputs_embeds")
     tokens = kwargs.get("input_ids") if embeds is None else embeds
-    if tokens is None:  # the decoder says so
+    if tokens is None:  # the decoder raises its own error
         return None
     checks.check_tokens(cache, tokens)
     if cache.short_positions is not None:

@@ -162,8 +162,7 @@ class PromptKV:
         """Score all tokens by the new queries, and combine the result with earlier scores.
 
         After an eviction, a window score pools over tokens that are neighbours in the cache, not
-        in the text. `new` are the inputs of the latest tokens;
-        `mean_sizes` is [B].
+        in the text. `new` are the inputs of the latest tokens; `mean_sizes` is [B].
         """
         windows: Sequence[int] = masks.windows
         layer, present = self._inputs(new), self._present(new)

@@ -65,7 +65,7 @@ class CacheState(Cache):
         # Ids of the first t tokens seen, int64 [B, t]; None: not known.
         self.ids: Tensor | None = None
         self.shape = checks.shape(config)
-        # Whether the decoder runs, or stopped within a pass by an error.
+        # Whether a pass has begun and not ended: it runs, or an error or Ctrl-C stopped it.
         self.in_pass = False
         # The model's type when it read the latest prompt; None: not known.
         self.dtype: torch.dtype | None = None

@@ -106,8 +106,8 @@ def _note(output: Any) -> None:
     _boundaries.update(started)
 
 
-def _forgetting(replaces: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that replaces weights, and then forgets what was computed of them."""
+def _clearing(replaces: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that replaces weights, and then clears what was computed of old ones."""
 
     @functools.wraps(replaces)
     def replacing(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,5 +144,5 @@ def register() -> None:
     noting.mmkv = True  # type: ignore[attr-defined]
     GPUModelRunner._update_states = noting
     GPUModelRunner._build_attention_metadata = building
-    GPUModelRunner.reload_weights = _forgetting(GPUModelRunner.reload_weights)
-    Worker.finish_weight_update = _forgetting(Worker.finish_weight_update)
+    GPUModelRunner.reload_weights = _clearing(GPUModelRunner.reload_weights)
+    Worker.finish_weight_update = _clearing(Worker.finish_weight_update)
