@@ -16,7 +16,7 @@ USUAL = 4000
 # Types of kept pairs other than the model's own, and their bits.
 BITS = {"int8": 8, "int4": 4}
 _STEP = 2  # bytes of a step of codes
-WEIGHT = 2  # bytes of a group's weight
+POSITION = SCORE = 4  # bytes of a slot's position, and of its score
 
 
 class Memory(float):
@@ -72,7 +72,7 @@ class Allotment:
         memory: the share.
         kv_dtype: the type of kept pairs; None: the model's.
         full_pair_bytes: bytes of a pair in the model's type.
-        slot_bytes: bytes of a slot: a pair, and the weight of a group.
+        slot_bytes: bytes of a slot: a pair, and what is held beside it.
         group_run: tokens of a run inside which groups are made; 0: no groups are stored.
         fixed_bytes: bytes that a head needs once, for its mean key and exact first tokens.
         keeps_all: whether all tokens fit.
@@ -119,6 +119,7 @@ def allot(
     head_dim: int,
     first: int = 1,
     run: int = 0,
+    beside: int = POSITION,
     keeps_all: bool = False,
 ) -> Allotment:
     """Return how many tokens, and in which type, fit in a share of the full cache's bytes.
@@ -133,6 +134,7 @@ def allot(
         head_dim: numbers of a key, and of a value.
         first: how many first tokens stay in the model's type if others are in 8 or 4 bits.
         run: tokens of a run inside which evicted tokens are put into groups; 0: they are not.
+        beside: bytes that a slot holds beside its pair if tokens are evicted, see `beside_pair`.
         keeps_all: whether the policy evicts nothing, so that only the type can change.
 
     Raises:
@@ -146,8 +148,8 @@ def allot(
     once = max(4, itemsize) * head_dim + first * (full + 8)
     groups = numbers // group(head_dim)
 
-    def slot(kv_dtype: str) -> int:
-        return -(-numbers * BITS[kv_dtype] // 8) + groups * _STEP
+    def slot(kv_dtype: str, beside: int = POSITION) -> int:
+        return -(-numbers * BITS[kv_dtype] // 8) + groups * _STEP + beside
 
     def fits(kv_dtype: str) -> bool:
         return slot(kv_dtype) * USUAL + once <= memory * full * USUAL
@@ -164,8 +166,7 @@ def allot(
             )
     if fits(kv_dtype):
         return Allotment(memory, kv_dtype, full, slot(kv_dtype), 0, once, keeps_all=True)
-    weight = WEIGHT if run else 0
-    found = Allotment(memory, kv_dtype, full, slot(kv_dtype) + weight, run, once, keeps_all=False)
+    found = Allotment(memory, kv_dtype, full, slot(kv_dtype, beside), run, once, keeps_all=False)
     if found.budget() * USUAL < 1:
         raise ValueError(
             f"memory={float(memory):.3g} is too little for one of {USUAL:,} tokens: give more"

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmkv.cache.allotment import empty_slots
+from mmkv.cache.allotment import beside_pair, empty_slots
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.quantize import WINDOW
 from mmkv.calls import cache_in
 from mmkv.decode.slots import Ratio
 from mmkv.eval.speed.cards import Card
-from mmkv.memory import BITS, WEIGHT, group, index_bytes
+from mmkv.memory import BITS, POSITION, group, index_bytes
 from mmkv.merge.groups import MergeIntoGroups
 from mmkv.policy import Policy
 from mmkv.scores.accumulated import AccumulatedAttention
@@ -166,17 +166,20 @@ def plan(sizes: Sizes, load: Load, card: Card, config: CacheConfig) -> Plan:
     merge = policy.merge if share < 1 else None
     groups = isinstance(merge, MergeIntoGroups)
     index = index_bytes(merge.group_run, share) * load.prompt if groups else 0.0
+    beside = beside_pair(config, itemsize)
+    if share == 1:  # the model's own cache holds pairs alone
+        beside = 0 if kv_dtype is None else POSITION
 
     def pairs_bytes(layer: Layer, tokens: float, generated: int) -> float:
         """Return the bytes of a layer that keeps so many tokens of each head."""
         heads = layer.pair / layer.width / 2
-        of_groups = heads * (WEIGHT * tokens + index) if groups else 0.0
+        others = heads * (beside * tokens + index)
         if kv_dtype is None:
-            return layer.pair * tokens * itemsize + of_groups
+            return layer.pair * tokens * itemsize + others
         # A group's numbers share a step of 16 bits.
         coded = layer.pair * tokens * (BITS[kv_dtype] + 16 / group(layer.width)) / 8
         exact = policy.n_exact + WINDOW * bool(generated)
-        return coded + exact * (layer.pair * itemsize + 8 * heads) + layer.pair / 2 * 4 + of_groups
+        return coded + exact * (layer.pair * itemsize + 8 * heads) + layer.pair / 2 * 4 + others
 
     def cache(generated: int) -> float:
         """Return the bytes of one sequence after so many generated tokens."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.evict import SLACK, group_rows
-from mmkv.memory import USUAL, Memory, allot
+from mmkv.memory import POSITION, SCORE, USUAL, Memory, allot
 from mmkv.merge.groups import MergeIntoGroups
 from mmkv.parts import SizeInputs
 from mmkv.sizes.layers import fit
@@ -26,10 +26,24 @@ def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) ->
         head_dim=head_dim,
         first=policy.n_exact,
         run=merge.group_run if isinstance(merge, MergeIntoGroups) else 0,
+        beside=beside_pair(plan, itemsize),
         keeps_all=policy.keeps_all,
     )
     plan = replace(plan, kv_dtype=allotment.kv_dtype, allotment=allotment)
     return for_heads(replace(plan, budget=allotment.budget()))
+
+
+def beside_pair(plan: CacheConfig, itemsize: int) -> int:
+    """Return the bytes that a slot holds beside its pair if tokens are evicted.
+
+    A position; a score if later turns or steps compare it; and a bias, in the model's type, if a
+    slot may stand for several tokens or heads differ in size, so that some slots are empty.
+    """
+    policy = plan.policy
+    scored = bool(policy.score.turn_reduction) or policy.decode.needs_decode_attention
+    weighted = policy.merge is not None and policy.merge.weighted
+    biased = weighted or not plan.equal_heads or plan.waits_for_probe
+    return POSITION + SCORE * scored + itemsize * biased
 
 
 def for_type(plan: CacheConfig, itemsize: int, head_dim: int) -> CacheConfig:

@@ -52,7 +52,7 @@ class _Slots:
         positions: int32 [R, M], -1: empty.
         keys, values: [B, H, U, D], or [B, H, M, D] of pairs that were merged.
         scores: float32 [R, M], see `PaddedBlock.scores`.
-        log_weights: float16 [R, M], 0 for an empty slot; None: every slot stands for one token.
+        log_weights: float32 [R, M], 0 for an empty slot; None: every slot stands for one token.
         counts, n_protected: int64 [R], on the host, see `Kept`.
     """
 
@@ -135,7 +135,7 @@ def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, masks: TokenMasks
     positions = positions.masked_fill(empty, -1).flatten(0, 1).int()
     log_weights = kept.log_weights
     if log_weights is not None:
-        log_weights = log_weights.masked_fill(empty, 0.0).flatten(0, 1).half()
+        log_weights = log_weights.masked_fill(empty, 0.0).flatten(0, 1)
 
     def per_row(x: Tensor) -> np.ndarray:
         return x.expand(B, H).reshape(-1).numpy()

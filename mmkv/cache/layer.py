@@ -49,20 +49,9 @@ class KeptKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of pairs, empty slots included, weights and group indices.
-
-        Positions, scores and biases do not count.
-        """
+        """Bytes of the storages of pairs and slots, empty ones included, and of the group index."""
         groups = 0 if self.group_index is None else self.group_index.nbytes
-        weights = (x.log_weights for x in self.blocks)
-        weight_bytes = sum(x.untyped_storage().nbytes() for x in weights if x is not None)
-        return self.stored.nbytes + weight_bytes + groups
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot, its weight included."""
-        weights = self.blocks[0].log_weights
-        return self.stored.slot_bytes + (0 if weights is None else weights.element_size())
+        return self.stored.nbytes + sum(x.nbytes for x in self.blocks) + groups
 
     def dense(self) -> PromptKV:
         """Return all kept pairs as one rectangle in new storage, in order of position."""
@@ -345,7 +334,7 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of keys and values, and of queries stored for the next round."""
+        """Bytes of what is stored of tokens, and of queries stored for the next round."""
         kv_bytes = 0 if self.state is None else self.state.nbytes
         return kv_bytes + sum(query.untyped_storage().nbytes() for query, _ in self.reply_queries)
 

@@ -95,7 +95,7 @@ def layout(
     merges = policy.merge is not None and policy.merge.weighted
     if merges and n != H * sum(masks.lengths):
         # The logarithm of a group's weight; weights far from this would overflow.
-        specs["bias"] = Spec((n,), (torch.float16,), low=-32.0, high=32.0)
+        specs["bias"] = Spec((n,), dtypes, low=-32.0, high=32.0)
         specs["group_index"] = Spec((B, H, None, -(-T // 8)), (torch.uint8,))
     if policy.score.ranks and "retained" in tensors:
         specs["retained"] = Spec((B,), low=0.0, high=1.0)

@@ -60,11 +60,10 @@ class PaddedBlock:
         dtype: the model's type, which `bias` has.
         scores: float32 [R, S], the importance of the prompt's tokens, which the next turn updates;
             0 for generated tokens. None if no turn reads scores of earlier ones.
-        log_weights: float16 [R, S], the logarithm of each slot's weight, which `bias` includes;
-            None: every slot stands for one token.
         bias: [R, 1, S], added to the logits: -inf for an empty slot, else the logarithm of its
             weight, 0 for one token; None if it would be 0 for all slots in use. It is no bool mask,
             which torch would convert to a bias in every step.
+        weighted: whether a slot may stand for several tokens; if so, there is a `bias`.
     """
 
     row_numbers: np.ndarray
@@ -72,8 +71,8 @@ class PaddedBlock:
     schedule: SlotSchedule
     dtype: torch.dtype
     scores: Tensor | None = None
-    log_weights: Tensor | None = None
     bias: Tensor | None = None
+    weighted: bool = False
     # Whether shapes are fixed, so that a CUDA graph can replay steps (`freeze`).
     frozen: bool = False
     # If decoding drops no token: the number of slots that have a position, those of tokens to come
@@ -96,8 +95,8 @@ class PaddedBlock:
 
     def set_bias(self, width: int) -> None:
         """Set the bias of steps that attend to the first `width` slots and the new token."""
-        self.bias = None
-        if self.schedule.gapless and self.log_weights is None:
+        if self.schedule.gapless and not self.weighted:
+            self.bias = None
             return
         self.bias = self._slot_bias()
         if self.schedule.shared:  # slots from there on are not attended to before they are filled
@@ -106,15 +105,28 @@ class PaddedBlock:
     def _slot_bias(self) -> Tensor:
         """Return the bias [R, 1, S]: -inf for empty slots, else the logarithm of the weight."""
         empty = (self.held if self.positions_ahead[0] else self.positions)[:, None] < 0
+        if self.weighted and self.bias is not None:
+            return self.bias.masked_fill(empty, -torch.inf)
         bias = torch.zeros(empty.shape, dtype=self.dtype, device=empty.device)
-        if self.log_weights is not None:
-            bias += self.log_weights[:, None]
         return bias.masked_fill_(empty, -torch.inf)
+
+    @property
+    def log_weights(self) -> Tensor | None:
+        """The logarithm of each slot's weight, [R, S], 0 if empty; None: each has one token."""
+        if not self.weighted or self.bias is None:
+            return None
+        return self.bias[:, 0].masked_fill(self.held < 0, 0.0)
 
     @property
     def fits(self) -> bool:
         """Whether a graph can replay the next step: the block is frozen and has a slot for it."""
         return self.frozen and self.schedule.width <= self.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages of positions, scores and biases."""
+        of_slots = self.positions, self.scores, self.bias
+        return sum(x.untyped_storage().nbytes() for x in of_slots if x is not None)
 
     @property
     def capacity(self) -> int:
@@ -195,7 +207,7 @@ class PaddedBlock:
             where = (slice(None), slice(slots, slots + q))
             at = torch.arange(position, position + q, device=device) if q > 1 else position
             self.positions[where] = at
-            if self.bias is not None and self.log_weights is not None:
+            if self.bias is not None:
                 self.bias[:, 0, slots : slots + q] = 0.0
             for x in self._zero_for_new:
                 x[where] = 0.0
@@ -223,7 +235,7 @@ class PaddedBlock:
     @property
     def _zero_for_new(self) -> list[Tensor]:
         """Tensors [R, S] in which a new token's slot is set to 0, as a dropped token had it."""
-        return [self.log_weights] if self.log_weights is not None and self.schedule.drops else []
+        return []
 
     def _attend(self, query: Tensor, pairs: Pairs, visible: Tensor | None, step: Step) -> Tensor:
         """Attend to `visible` slots, see the function `attend`."""
@@ -246,8 +258,8 @@ class PaddedBlock:
         if step.q > 1:
             place, offset = places[:, None], torch.arange(step.q, device=query.device)
             visible = (place >= 0) & (place <= step.first + offset[:, None])
-            if self.log_weights is not None:
-                bias = self.log_weights[:, None, :width].to(query.dtype)
+            if self.weighted and self.bias is not None:
+                bias = self.bias[:, :, :width].to(query.dtype)
                 visible = bias.masked_fill(~visible, -torch.inf)
         if masked is not None:
             place = places.long()
@@ -274,7 +286,6 @@ class PaddedBlock:
             positions=self.positions[index],
             schedule=self.schedule.select(chosen),
             scores=of(self.scores),
-            log_weights=of(self.log_weights),
             bias=of(self.bias),
         )
 
@@ -290,8 +301,6 @@ class PaddedBlock:
         self.positions = pad(self.positions, (0, n_new), value=-1)
         if self.scores is not None:
             self.scores = pad(self.scores, (0, n_new))
-        if self.log_weights is not None:
-            self.log_weights = pad(self.log_weights, (0, n_new))
         if self.bias is not None:
             self.bias = pad(self.bias, (0, n_new), value=0 if self.schedule.shared else -torch.inf)
 
@@ -320,7 +329,7 @@ class AccumulatingBlock(PaddedBlock):
 
     @property
     def _zero_for_new(self) -> list[Tensor]:
-        return [self.accumulated, *super()._zero_for_new]
+        return [self.accumulated]
 
     def _advance(self, step: Step) -> None:
         """Choose the tokens to drop, and count the step."""
@@ -364,6 +373,7 @@ def block_of(
         assert scores is not None
         scores = scores.masked_fill(positions < 0, torch.inf)
     kind = AccumulatingBlock if schedule.needs_decode_attention else PaddedBlock
-    block = kind(row_numbers, positions, schedule, dtype, scores, log_weights)
+    bias = None if log_weights is None else log_weights[:, None].to(dtype)
+    block = kind(row_numbers, positions, schedule, dtype, scores, bias, bias is not None)
     block.set_bias(width)
     return block

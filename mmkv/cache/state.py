@@ -259,9 +259,10 @@ class CacheState(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of pairs, empty slots included, weights and group indices.
+        """Bytes of the storages of slots, empty ones included, and of group indices.
 
-        Positions, scores and biases do not count.
+        A slot holds a pair, its position, and a score and a bias where these are needed. Buffers of
+        a step do not count.
         """
         return sum(self.layer_nbytes)
 

@@ -575,7 +575,7 @@ KEPT = "layers.1."
 HOSTILE = {
     **{f"{n}-{i}": f for n in ("keys", "values") for i, f in enumerate(floats(KEPT + n))},
     **{f"scores-{i}": f for i, f in enumerate(floats(KEPT + "scores"))},
-    **{f"bias-{i}": f for i, f in enumerate(floats(KEPT + "bias", torch.float32))},
+    **{f"bias-{i}": f for i, f in enumerate(floats(KEPT + "bias"))},
     **{f"retained-{i}": f for i, f in enumerate(floats(KEPT + "retained")[:6])},
     **{
         f"no {n}": made(KEPT + n, lambda x: None)

@@ -181,12 +181,13 @@ def test_more_tokens_than_slots(models, on_cpu, monkeypatch, policy, captures):
 def test_replays_hold_few_empty_slots(models, on_cpu, policy, length):
     """For an answer that may be long: some 256 at first, and never more than were dropped."""
     model, inputs = models("llama"), make_inputs("llama", (length,))
-    held, caches, slot = [], [], 3 * 2 * (2 * 16 * 4)  # bytes of all layers' and heads' pairs
+    held, caches = [], []
 
     def look(ids, scores):
         cache = caches[0]
         kept = sum(int((cache.kept(i) >= 0).sum()) for i in range(3)) / (3 * 2)
-        held.append((cache.nbytes / slot, kept, cache.get_seq_length()))
+        slots = sum(b.positions.numel() for b in cache.blocks) / (3 * 2)
+        held.append((slots, kept, cache.get_seq_length()))
         return torch.tensor([len(held) == 20])
 
     noting = model.register_forward_hook(lambda *call: caches.append(call[-1].past_key_values))

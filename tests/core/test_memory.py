@@ -84,30 +84,31 @@ def test_invalid_share_raises(given):
 
 def test_share_of_16_bits_sets_tokens_and_type():
     """A pair of 128 numbers has 256 bytes, 132 in 8 bits and 68 in 4: two groups of 64 with a
-    step each. The first token's pair, its slot number and the mean come once."""
+    step each. A position of 4 bytes is beside it. The first token's pair, its slot number and the
+    mean come once."""
 
     def bought(share, **options):
         return allot(Memory(share), itemsize=2, head_dim=64, **options)
 
     once = 4 * 64 + 256 + 8
     assert (bought(1).kv_dtype, bought(1).budget()) == (None, 1.0)
-    for share in (0.99, 0.55, (132 + once / 4000) / 256):
+    for share in (0.99, 0.55, (136 + once / 4000) / 256):
         assert (bought(share).kv_dtype, bought(share).budget()) == ("int8", 1.0)
     for share in (0.51, 0.4, EIGHT_BITS_FROM_DROPPING):
         found = bought(share)
         assert found.kv_dtype == "int8"
-        assert found.budget(4000) == pytest.approx((share * 256 - once / 4000) / 132)
+        assert found.budget(4000) == pytest.approx((share * 256 - once / 4000) / 136)
     for least, run in ((EIGHT_BITS_FROM_DROPPING, 0), (EIGHT_BITS_FROM, 512)):
         found = [bought(share, run=run).kv_dtype for share in (least, least - 1e-9)]
         assert found == ["int8", "int4"]
     for share in (0.2, 0.1):
-        assert bought(share).budget(4000) == pytest.approx((share * 256 - once / 4000) / 68)
-    # Groups: a weight of 2 bytes a slot, and for each token seen a code that tells the leaders of
-    # a run apart. 0.36 of 512 tokens are 184 leaders, to be counted forwards and backwards.
-    grouped = bought(0.1, run=512)
-    assert grouped.budget(4000) == pytest.approx((25.6 - 9 / 8 - once / 4000) / 70)
-    grouped = bought(0.02, run=512)  # 35 leaders
-    assert grouped.budget(40_000) == pytest.approx((5.12 - 7 / 8 - once / 40_000) / 70)
+        assert bought(share).budget(4000) == pytest.approx((share * 256 - once / 4000) / 72)
+    # A position, a score and a bias. Groups: for each token seen also a code that tells the leaders
+    # of a run apart. 0.32 of 512 tokens are 165 leaders, to be counted forwards and backwards.
+    grouped = bought(0.1, run=512, beside=10)
+    assert grouped.budget(4000) == pytest.approx((25.6 - 9 / 8 - once / 4000) / 78)
+    grouped = bought(0.02, run=512, beside=10)  # 31 leaders
+    assert grouped.budget(40_000) == pytest.approx((5.12 - 7 / 8 - once / 40_000) / 78)
 
 
 def test_a_share_without_room_for_a_token_raises():
@@ -161,7 +162,8 @@ def test_full_share_is_plain_cache_and_full_policy_changes_type_only():
         with mmkv.wrapped(model, policy, memory=1):
             cache = prefilled(model, (300,))
         assert cache.report().kv_dtype is None
-        assert cache.nbytes == full_bytes(model, 300)
+        positions = 300 * 3 * 2 * 4  # of layers and heads
+        assert cache.nbytes == full_bytes(model, 300) + positions
         ((keys, values),) = cache.compressed[1].keeping().stored.read()
         assert torch.equal(keys, plain.layers[1].keys.flatten(0, 1))
         assert torch.equal(values, plain.layers[1].values.flatten(0, 1))
@@ -169,7 +171,7 @@ def test_full_share_is_plain_cache_and_full_policy_changes_type_only():
         with mmkv.wrapped(model, "full", memory=memory):
             report = prefilled(model, (300,)).report()
         assert (report.kv_dtype, report.kept_fraction) == (kv_dtype, 1.0)
-    with pytest.raises(ValueError, match=r"memory=0.2 is too little .* need 26.6% in 4 bits"):
+    with pytest.raises(ValueError, match=r"memory=0.2 is too little .* need 28.2% in 4 bits"):
         mmkv.wrap(model, "full", memory=0.2)
     assert not mmkv.is_wrapped(model)
 

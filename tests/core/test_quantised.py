@@ -205,7 +205,7 @@ def test_autocast_does_not_round_codes(policy, kv_dtype, monkeypatch, tmp_path):
 
 @cases("kv_dtype, bits_each", [("int8", 8.25), ("int4", 4.25)], ("int4", 4.25))
 def test_bytes_fall_with_bits(kv_dtype, bits_each):
-    """8 or 4 bits a number and 16 a group of 64, the exact pairs, their slots and the mean."""
+    """8 or 4 bits a number, 16 a group of 64, positions, exact pairs, their slots and the mean."""
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 120}
@@ -220,7 +220,7 @@ def test_bytes_fall_with_bits(kv_dtype, bits_each):
             *_, cache, _ = generate(model, inputs, new=new)
         exact = sinks + (48 if new > 1 else 0)  # the first generated token opens the window
         slots = 100 + (new > 1)  # one for the generated token that is read
-        coded = rows * slots * 2 * D * bits_each / 8
+        coded = rows * slots * (2 * D * bits_each / 8 + 4)
         assert cache.nbytes == coded + rows * (exact * (2 * D * 2 + 8) + D * 4)
         report = cache.report()
         assert report.nbytes == sum(x.nbytes for x in report.layers) == cache.nbytes
@@ -230,7 +230,8 @@ def test_bytes_fall_with_bits(kv_dtype, bits_each):
         held = [x for x in alive if x.ndim >= 3 and x.dtype != torch.int64]
         slots = rows * exact * 8  # int64
         storages = {s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in held)}
-        assert sum(storages.values()) == cache.nbytes - slots
+        positions = sum(b.nbytes for b in cache.blocks)
+        assert sum(storages.values()) == cache.nbytes - slots - positions
 
 
 @cases("kv_dtype", BITS, "int4")
