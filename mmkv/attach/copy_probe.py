@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import has_offloaded_params
 from torch import Tensor
 
 from mmkv import adapters, digest
@@ -152,8 +153,11 @@ def completed(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
 def _ready(attachment: Attachment) -> bool:
     """Return whether the model can run: it is in eval mode and has its weights."""
     decoder = attachment.parts.decoder
-    device_map = getattr(attachment.model, "hf_device_map", None)  # accelerate loads weights
-    return not decoder.training and (device_map or not any(x.is_meta for x in decoder.parameters()))
+    # accelerate loads offloaded weights when a module runs.
+    loads = getattr(attachment.model, "hf_device_map", None) or any(
+        has_offloaded_params(x) for x in decoder.modules()
+    )
+    return not decoder.training and bool(loads or not any(x.is_meta for x in decoder.parameters()))
 
 
 def _tokens(attachment: Attachment, length: int) -> Tensor | None:
@@ -178,6 +182,9 @@ def _tokens(attachment: Attachment, length: int) -> Tensor | None:
     random_ids = ordinary[places]
     first = getattr(config, "bos_token_id", None)
     first = ordinary[:1] if first is None else torch.tensor([first], device="cpu")
-    weight = model.get_input_embeddings().weight
-    device = model.device if weight.is_meta else weight.device
+    embeddings = model.get_input_embeddings()
+    device = embeddings.weight.device
+    if device.type == "meta":  # the weights are offloaded
+        hook = getattr(embeddings, "_hf_hook", None)
+        device = getattr(hook, "execution_device", model.device)
     return torch.cat([first, random_ids, random_ids])[None].to(device)

@@ -3,6 +3,7 @@
 import copy
 import logging
 
+import accelerate
 import pytest
 import torch
 
@@ -211,6 +212,12 @@ def test_the_probe_waits_until_the_model_can_run(probed, later):
     assert len(probed) == 1
     counts = (cache.kept(1)[0] >= 0).sum(-1)
     assert counts[0] > 2 * counts[1]
+
+
+def test_offloaded_weights_are_probed():
+    model = accelerate.cpu_offload(make_model("llama"), execution_device="cpu")
+    with mmkv.wrapped(model, budget=0.2):
+        assert not model._mmkv.plan.waits_for_probe
 
 
 @pytest.mark.parametrize(
