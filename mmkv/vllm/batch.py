@@ -67,7 +67,6 @@ def _table(module: Any) -> tuple[Tensor, Tensor, bool]:
     return cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1), True
 
 
-@functools.cache
 def output_weights(part: Any) -> Tensor:
     """Return the output projection [Hq, hidden, D] of the query heads of a part of a layer.
 
@@ -82,12 +81,12 @@ def output_weights(part: Any) -> Tensor:
     columns[torch.arange(at.numel()), at.flatten()] = 1.0
     columns = columns.to(layer.kv_cache.device, layer.dtype)
     out = module.quant_method.apply(module, columns, bias=None)
-    return out.unflatten(0, (-1, dim)).mT.float()
+    return out.unflatten(0, (-1, dim)).mT
 
 
 @functools.cache
 def of_output_weights(part: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a function of `output_weights`."""
+    """Return a function of `output_weights`, and keep it for the next prompt."""
     return function(output_weights(part))
 
 
@@ -114,7 +113,6 @@ def _clearing(replaces: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return replaces(self, *args, **kwargs)
         finally:
-            output_weights.cache_clear()
             of_output_weights.cache_clear()
 
     return replacing

@@ -215,9 +215,9 @@ def test_a_second_model_and_reloaded_weights_change_the_scores(
                 engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny)})
                 expected = reference(engine, twin, "condense")
                 assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
-            assert batch.output_weights.cache_info().currsize > 0
+            assert batch.of_output_weights.cache_info().currsize > 0
             worker = MagicMock()  # transfers of weights need a GPU
             with patch.object(gpu_worker, "set_current_vllm_config"):
                 gpu_worker.Worker.finish_weight_update(worker)
             worker.weight_transfer_engine.finish_weight_update.assert_called_once()
-            assert batch.output_weights.cache_info().currsize == 0
+            assert batch.of_output_weights.cache_info().currsize == 0
