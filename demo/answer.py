@@ -129,7 +129,7 @@ class Answer:
         used_nbytes = full_nbytes = sum(map(nbytes, self.cache.layers))
         kept, compressed = 1.0, False
         if isinstance(self.cache, CompressedCache):
-            report, compressed = self.cache.report(), not self.cache.plan.keeps_everything
+            report, compressed = self.cache.report(), not self.cache.plan.keeps_all
             full_nbytes, kept = report.full_nbytes, report.prompt_fraction
         text = text.strip().removesuffix("�")
         first = seconds[0]

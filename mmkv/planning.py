@@ -105,7 +105,7 @@ def make_plan(
         graph=graph and parts.ranks == 1,
         sampling=SampledSizes(chosen.layers.learns) if chosen.layers.learns else None,
     )
-    if not config.keeps_everything:
+    if not config.keeps_all:
         _check_spread(parts, config)
     if memory is not None:
         _, head_dim = parts.pair_shape(compressed[0])
@@ -233,7 +233,7 @@ def _notify(model: Any, plan: CacheConfig) -> None:
     if isinstance(policy.heads, VisualHeads):
         _log_once(policy, NO_VISUAL_PROFILE.format(policy=policy.name))
     elif not policy.heads.scope:  # equal heads suit few language models
-        exact = plan.keeps_everything or plan.waits_for_probe
+        exact = plan.keeps_all or plan.waits_for_probe
         if not exact and profiles.beside(model) is None:
             finder = "heads='retrieval' finds them"
             if policy.score.average_heads:

@@ -195,7 +195,7 @@ def mean_known(numbers: Iterable[float | None]) -> float | None:
 def _notes(cache: CacheState) -> list[str]:
     policy, masks = cache.plan.policy, cache.masks
     assert masks is not None
-    if cache.plan.keeps_everything:
+    if cache.plan.keeps_all:
         return ["the full cache: nothing is evicted"]
     notes = list[str]()
     plan, n_whole = cache.plan, 0

@@ -129,7 +129,7 @@ def held(config: CacheConfig, prompt: int, generated: int, n_layers: int = 1) ->
     """
     seen, policy = prompt + generated, config.policy
     decode = policy.decode
-    if config.keeps_everything:
+    if config.keeps_all:
         return seen
 
     def kept(length: int) -> float:
@@ -186,7 +186,7 @@ def plan(sizes: Sizes, load: Load, card: Card, config: CacheConfig) -> Plan:
         seen = load.prompt + generated
         tokens = empty + held(config, load.prompt, generated, len(full) or 1)
         found = sum(pairs_bytes(x, tokens, generated) for x in full)
-        if policy.decode.every and not config.keeps_everything:  # queries for the next round
+        if policy.decode.every and not config.keeps_all:  # queries for the next round
             found += sum(x.queried for x in full) * since_round(policy, generated) * itemsize
         sliding = sum(x.pair * min(seen, x.window) for x in sizes.layers if x.window)
         return found + sliding * itemsize

@@ -271,7 +271,7 @@ def prepare_config(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
 def _check_guidance(plan: CacheConfig, scale: float | None) -> None:
     """Refuse guidance whose second prompt, by default of one token, would fix the cache's size."""
     fixed = isinstance(plan.policy.decode, Fixed | LeastAttended) and isinstance(plan.budget, float)
-    if scale in (None, 1) or not fixed or plan.keeps_everything or plan.policy.least:
+    if scale in (None, 1) or not fixed or plan.keeps_all or plan.policy.least:
         return
     raise ValueError(
         f"guidance_scale={scale}: guidance reads a second prompt, by default of one token, and "

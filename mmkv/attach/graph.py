@@ -65,7 +65,7 @@ def refusal(model: nn.Module, cache: Any, config: Any) -> str | None:
         return "the model is split over several devices"
     if len(cache.compressed) < len(cache.layers):
         return "some layers have a sliding window or linear attention, and a cache of their own"
-    if cache.plan.policy.decode.every and not cache.plan.keeps_everything:
+    if cache.plan.policy.decode.every and not cache.plan.keeps_all:
         return f"decode={cache.plan.policy.decode.name!r}: rounds of generated tokens are scored"
     if config.max_new_tokens is not None and config.max_new_tokens < LEAST_STEPS:
         return f"max_new_tokens={config.max_new_tokens} is below {LEAST_STEPS}"
@@ -211,7 +211,7 @@ def _reserve(cache: CompressedCache, n_ahead: int) -> None:
     The bound is a mean over rows. Policies that drop a token a step need few slots.
     """
     blocks, seen = cache.blocks, cache.get_seq_length()
-    if not cache.plan.keeps_everything:
+    if not cache.plan.keeps_all:
         rows = sum(len(b.positions) for b in blocks)
         used = sum(len(b.positions) * b.schedule.used for b in blocks)
         n_dropped = seen - used // rows

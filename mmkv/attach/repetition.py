@@ -59,7 +59,7 @@ def run(attachment: Attachment, running: ForwardPass, arguments: dict[str, Any])
     cache, decoder = running.cache, attachment.parts.decoder
     assert cache is not None
     phase = cache.phase
-    if not isinstance(phase, Reading) or cache.plan.keeps_everything or phase.keeps_all:
+    if not isinstance(phase, Reading) or cache.plan.keeps_all or phase.keeps_all:
         return
     if arguments.get("deepstack_visual_embeds") is not None:
         raise ValueError(

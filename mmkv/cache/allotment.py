@@ -79,7 +79,7 @@ def empty_slots(plan: CacheConfig, length: int) -> float | None:
     where their sizes depend on scores, or on the copy probe.
     """
     policy, table = plan.policy, plan.table
-    if plan.keeps_everything or plan.kept_whole >= length:
+    if plan.keeps_all or plan.kept_whole >= length:
         return 0.0
     if table is None or policy.layers.needs:
         return None if plan.waits_for_probe or not plan.equal_heads else 0.0

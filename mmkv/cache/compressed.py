@@ -316,7 +316,7 @@ class CompressedCache(CacheState):
         """Set whether this pass scores: if it evicts, and always if scores are sums over turns."""
         plan, score = self.plan, self.plan.policy.score
         evicts = phase.evicts and not phase.keeps_all
-        adds = score.turn_reduction == "sum" and not plan.keeps_everything
+        adds = score.turn_reduction == "sum" and not plan.keeps_all
         phase.scores = (adds or (evicts and any(plan.evicting(masks)))) and not score.repeats
         phase.mean_sizes = plan.mean_sizes(masks, len(self.compressed))
 

@@ -84,7 +84,7 @@ class CacheConfig:
     def waits_for_probe(self) -> bool:
         """Whether head sizes wait for a run of the copy probe (`mmkv.attach.copy_probe`)."""
         measured = self.table is not None or not isinstance(self.policy.heads, RetrievalHeads)
-        return not (measured or self.keeps_everything)
+        return not (measured or self.keeps_all)
 
     @property
     def equal_heads(self) -> bool:
@@ -104,7 +104,7 @@ class CacheConfig:
         return sizes
 
     @cached_property
-    def keeps_everything(self) -> bool:
+    def keeps_all(self) -> bool:
         """Whether no token is ever evicted. budget=1.0 is the full cache, in decoding too."""
         return self.policy.keeps_all or (isinstance(self.budget, float) and self.budget >= 1.0)
 
@@ -134,7 +134,7 @@ class CacheConfig:
 
     def long_enough(self, masks: TokenMasks) -> list[bool]:
         """Return for each row whether it is long enough to lose a token."""
-        if self.keeps_everything:
+        if self.keeps_all:
             return [False] * len(masks.lengths)
         rows = zip(masks.lengths, masks.n_pinned, strict=True)
         return [n > max(self.kept_whole, n_pinned) for n, n_pinned in rows]
@@ -173,7 +173,7 @@ class CacheConfig:
         needs = self.policy.heads.scope == "model" or self.policy.score.repeats
         sized = self.fractions is not None or self.learned is not None
         needs |= bool(self.policy.layers.needs) and not sized
-        return needs and not self.keeps_everything
+        return needs and not self.keeps_all
 
     def mean_sizes(self, masks: TokenMasks, n_layers: int) -> list[float] | None:
         """Return the tokens a head keeps of each row, mean over layers; None without a budget."""
@@ -188,14 +188,14 @@ class CacheConfig:
         `total` is the number of tokens kept over all layers; None: as many as planned.
         """
         least = n_layers * min(self.policy.least, length)
-        if self.keeps_everything or isinstance(self.budget, int):
+        if self.keeps_all or isinstance(self.budget, int):
             return False
         return self._share(n_layers, length) < least and total in (None, least)
 
     def shortfalls(self, masks: TokenMasks, n_layers: int) -> list[str]:
         """Return a note on each row of which the budget keeps no more than the pinned tokens."""
         policy, budget, notes = self.policy, self.budget, list[str]()
-        if budget is None or self.keeps_everything:
+        if budget is None or self.keeps_all:
             return notes
         pinned = [f"window {policy.window_size}"] if policy.window_size else []
         pinned += [f"sinks {policy.sinks}"] if policy.sinks else []

@@ -162,7 +162,7 @@ def _slot_scores(
     (B, H, U, _), indices = prompt_kv.keys.shape, kept.indices
     M, reduction = indices.shape[-1], plan.policy.score.turn_reduction
     if prompt_kv.scores is None or not reduction:
-        if plan.policy.decode.needs_decode_attention and not plan.keeps_everything:
+        if plan.policy.decode.needs_decode_attention and not plan.keeps_all:
             return indices.new_zeros(B * H, M, dtype=torch.float32)
         return None
     scores = prompt_kv.scores.expand(B, H, U)
@@ -335,7 +335,7 @@ def plan_blocks(
             share=None if share is None else share[rows],
             heads=heads,
         )
-        if plan.keeps_everything:
+        if plan.keeps_all:
             schedule: SlotSchedule = GrowingSlots(counts=sizes.counts)
         else:
             decode = plan.policy.decode

@@ -90,7 +90,7 @@ def layout(
         }
     evicted = any(plan.evicting(masks)) or policy.score.repeats
     has_scores = {"": False, "sum": True, "max": evicted}[policy.score.turn_reduction]
-    if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_everything:
+    if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_all:
         specs["scores"] = Spec((n,), low=0.0)
     merges = policy.merge is not None and policy.merge.weighted
     if merges and n != H * sum(masks.lengths):

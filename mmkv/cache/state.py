@@ -103,7 +103,7 @@ class CacheState(Cache):
     @property
     def observes_replies(self) -> bool:
         """Whether queries of generated tokens are stored, to score with them in a later round."""
-        return self.plan.policy.decode.every > 0 and not self.plan.keeps_everything
+        return self.plan.policy.decode.every > 0 and not self.plan.keeps_all
 
     @property
     def drops_tokens(self) -> bool:
