@@ -276,7 +276,7 @@ class CompressedCache(CacheState):
                 positions = self._new_positions(layer, inputs.key)
                 layer.state = PromptKV(inputs.key, inputs.value, positions)
             prompt_kv, layer.reply_queries = layer.state, []
-            if reading.scores:
+            if reading.needs_scores:
                 prompt_kv.score(policy, inputs, masks, reading.mean_sizes)
             if reading.evicts:
                 prompt_kv.tail = Tail()  # the prompt is complete
@@ -317,7 +317,7 @@ class CompressedCache(CacheState):
         plan, score = self.plan, self.plan.policy.score
         evicts = phase.evicts and not phase.keeps_all
         adds = score.turn_reduction == "sum" and not plan.keeps_all
-        phase.scores = (adds or (evicts and any(plan.evicting(masks)))) and not score.repeats
+        phase.needs_scores = (adds or (evicts and any(plan.evicting(masks)))) and not score.repeats
         phase.mean_sizes = plan.mean_sizes(masks, len(self.compressed))
 
     def _sizes(

@@ -183,7 +183,7 @@ class Reading:
         evicts: whether this pass evicts: the last pass of a prompt does, and with
             `CacheConfig.evict_chunks` every pass, in all rows that do not end in padding.
         keeps_all: whether no token is evicted, as for a question about a context.
-        scores: whether this pass scores the tokens of each layer.
+        needs_scores: whether this pass scores the tokens of each layer.
         mean_sizes: [B], mean number of tokens a head keeps; None without a budget.
         sizes: tokens that each compressed layer keeps of each row, [L][B]; None until known.
         similarity: for each layer, the mean similarity [B] of the residual stream before and after
@@ -196,7 +196,7 @@ class Reading:
     until: int | None = None
     evicts: bool = False
     keeps_all: bool = False
-    scores: bool = False
+    needs_scores: bool = False
     mean_sizes: list[float] | None = None
     sizes: list[list[int]] | None = None
     similarity: Similarity = field(default_factory=dict[int, "tuple[Tensor, Tensor]"])
