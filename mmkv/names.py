@@ -23,6 +23,8 @@ GROUPS = ("mmkv.policies", "mmkv.parts")
 OF_VARIANTS = ("profile", "kv_dtype", "evict_chunks", "question")
 # Arguments of `mmkv.wrap` beside policy and options.
 OF_WRAP = ("budget", "memory", "kv_dtype", "profile", "evict_chunks", "graph")
+# How names of the modules of plugin files begin.
+PLUGIN = "mmkv_plugin_"
 # What other libraries call the share that is dropped; `get_policy` says what to give instead.
 DROPPED = "compression_ratio"
 

@@ -222,7 +222,7 @@ def load_plugin(path: str | os.PathLike[str]) -> None:
     file = Path(path)
     names.check_plugin(file)
     # A name that no other module has, so that a file random.py does not replace Python's own.
-    name = f"mmkv_plugin_{file.stem}"
+    name = names.PLUGIN + file.stem
     spec: Any = importlib.util.spec_from_file_location(name, file.resolve())
     module, before = importlib.util.module_from_spec(spec), (dict(_policies), dict(registered))
     sys.modules[name] = module  # dataclasses look for their module there

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
 
+from mmkv.names import PLUGIN
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table as RichTable
@@ -187,15 +189,25 @@ def _explain(error: Exception) -> int:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     wrong_path = FileNotFoundError | FileExistsError | PermissionError
     if isinstance(error, ValueError | wrong_path | IsADirectoryError | NotADirectoryError):
-        say(f"error: {text}")
+        say(f"error: {text}{_plugin_line(error)}")
         return 2
     if isinstance(error, OSError):
         say(f"failed: {text}")
     elif type(error).__name__ == "OutOfMemoryError" or "not enough memory" in text:
         say("failed: out of memory: use a smaller model, fewer tokens at once, or --dtype bfloat16")
     else:
-        say(f"failed: {type(error).__name__}: {text[:300]} ({_TRACEBACK}=1 shows where)")
+        more = f" ({_TRACEBACK}=1 shows where)"
+        say(f"failed: {type(error).__name__}: {text[:300]}{_plugin_line(error)}{more}")
     return 1
+
+
+def _plugin_line(error: Exception) -> str:
+    """Return which line of a plugin was running when an error was raised, in words; "" if none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith(PLUGIN):
+            found = f" (in line {line} of {frame.f_code.co_filename})"
+    return found
 
 
 @dataclass(frozen=True)

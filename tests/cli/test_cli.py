@@ -672,6 +672,16 @@ class TestPlugins:
         assert why in said
         assert mmkv.list_policies() == before
 
+    def test_an_error_in_a_plugin_names_its_line(self, capsys, tmp_path):
+        file = tmp_path / "file.py"
+        broken = "    @property\n    def window_size(self):\n        return [1][3]"
+        file.write_text(f"{MINE}\n{broken}\n")
+        words = ("plan", "smollm2", "--policy", "mine", "--plugin", file)
+        said, code = run(capsys, *words)[1:]
+        line = 1 + file.read_text().splitlines().index("        return [1][3]")
+        assert f"IndexError: list index out of range (in line {line} of {file})" in said
+        assert code == 1
+
 
 class TestExtras:
     """A package that is not there is named with the extra that has it."""
