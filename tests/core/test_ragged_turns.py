@@ -26,7 +26,7 @@ from helpers.oracle import (
 RAGGED = READING + [x for x in VARIANTS if "least" in dict(x.options)]
 MASKED = [x for x in READING if x.policy in FIRST and not x.options]
 # What scores by the last queries, by all, by a second pass, and what merges.
-IN_CHUNKS = [x for x in MASKED if x.policy != "streaming"]
+IN_CHUNKS = [x for x in MASKED if x.policy in ("snapkv", "prefixkv", "condense")]
 IN_CHUNKS += [Variant(policy) for policy in ("kvzip", "expected", "vlcache", "lookm")]
 TURNS = [(3, 30, 12), (21, 4, 9)]  # new tokens of each row
 # Each way to decode; scores by the last queries, by all and by a second pass; groups.

@@ -76,13 +76,13 @@ def test_attention_to_pairs_equals_that_of_torch(kernel, sizes, queries):
 def test_attention_in_steps_of_a_model_equals_that_of_products(
     models, kernel, monkeypatch, policy, lengths, new, short, options
 ):
-    """The kernel's attention is that of the products, in every eleventh call."""
+    """The kernel's attention is that of the products, in some of the calls."""
     calls = []
 
     def compared(query, keys, values, visible, scale, softcap, *, replayed):
         expected = kernels.attend(query, keys, values, visible, scale, softcap)
         calls.append(keys.short)
-        if len(calls) % 11 == 0 and not keys.short:
+        if len(calls) % 23 == 0 and not keys.short:
             same(kernel(query, keys, values, visible, scale), expected)
         return expected
 
@@ -91,7 +91,7 @@ def test_attention_in_steps_of_a_model_equals_that_of_products(
     model, inputs = models("llama"), make_inputs("llama", lengths)
     with mmkv.wrapped(model, policy, **options):
         model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False)
-    assert len(calls) > 11
+    assert len(calls) > 23
     assert set(calls) == {short}
 
 

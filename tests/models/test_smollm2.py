@@ -33,7 +33,7 @@ def test_one_line_questions_are_answered_as_with_the_full_cache(loaded):
 
 
 def test_probed_heads_find_needles_lost_by_equal_heads(loaded):
-    """Numbers in natural text, at several depths: all found, where equal heads lose some."""
+    """Numbers in natural text: both are found, where equal heads lose the second."""
     text = " ".join(topics["execmodel"].split())[:1000]
     asked = {}
     for number, depth in (("48213", 0.2), ("35526", 0.8)):
@@ -43,13 +43,10 @@ def test_probed_heads_find_needles_lost_by_equal_heads(loaded):
             f"{text[:cut]}{fact}{text[cut:]}\n\nWhat is the access code of the quiet harbor?"
         )
 
-    def found():
-        return sum(number in reply(loaded, question, 16) for number, question in asked.items())
-
     with mmkv.wrapped(loaded.model, budget=0.2, heads="retrieval"):
-        assert found() == 2
+        assert all(number in reply(loaded, question, 16) for number, question in asked.items())
     with mmkv.wrapped(loaded.model, budget=0.2, heads="uniform"):
-        assert found() < 2
+        assert number not in reply(loaded, asked[number], 16)
 
 
 def test_the_probe_finds_heads_that_copy(loaded):
