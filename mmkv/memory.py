@@ -16,7 +16,7 @@ USUAL = 4000
 # Types of kept pairs other than the model's own, and their bits.
 BITS = {"int8": 8, "int4": 4}
 _STEP = 2  # bytes of a step of codes
-POSITION = SCORE = 4  # bytes of a slot's position, and of its score
+POSITION = 4  # bytes of a slot's position
 
 
 class Memory(float):

@@ -8,7 +8,7 @@ import numpy as np
 
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.evict import SLACK, group_rows
-from mmkv.memory import POSITION, SCORE, USUAL, Memory, allot
+from mmkv.memory import POSITION, USUAL, Memory, allot
 from mmkv.merge.groups import MergeIntoGroups
 from mmkv.parts import SizeInputs
 from mmkv.sizes.layers import fit
@@ -40,10 +40,12 @@ def beside_pair(plan: CacheConfig, itemsize: int) -> int:
     slot may stand for several tokens or heads differ in size, so that some slots are empty.
     """
     policy = plan.policy
-    scored = bool(policy.score.turn_reduction) or policy.decode.needs_decode_attention
+    of_score = {"": 0, "sum": 4, "max": 2}[policy.score.turn_reduction]
+    if policy.decode.needs_decode_attention:
+        of_score = 4
     weighted = policy.merge is not None and policy.merge.weighted
     biased = weighted or not plan.equal_heads or plan.waits_for_probe
-    return POSITION + SCORE * scored + itemsize * biased
+    return POSITION + of_score + itemsize * biased
 
 
 def for_type(plan: CacheConfig, itemsize: int, head_dim: int) -> CacheConfig:

@@ -51,7 +51,7 @@ class _Slots:
         tokens: int64 [R, M], the index of each slot's pair in `keys` and `values`; -1: empty.
         positions: int32 [R, M], -1: empty.
         keys, values: [B, H, U, D], or [B, H, M, D] of pairs that were merged.
-        scores: float32 [R, M], see `PaddedBlock.scores`.
+        scores: [R, M], see `PaddedBlock.scores`.
         log_weights: float32 [R, M], 0 for an empty slot; None: every slot stands for one token.
         counts, n_protected: int64 [R], on the host, see `Kept`.
     """
@@ -155,7 +155,7 @@ def _place(prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, masks: TokenMasks
 def _slot_scores(
     prompt_kv: PromptKV, kept: Kept, plan: CacheConfig, masks: TokenMasks
 ) -> Tensor | None:
-    """Return the scores that slots keep, float32 [R, M], see `PaddedBlock.scores`.
+    """Return the scores that slots keep, [R, M], see `PaddedBlock.scores`.
 
     A slot of merged tokens has the sum of their scores, or the largest, as `turn_reduction` says.
     """
@@ -178,7 +178,7 @@ def _slot_scores(
         # A row that is too short to lose a token is not scored when it is alone, so it has zeros.
         whole_rows = ~torch.tensor(scored, device="cpu").repeat_interleave(H)[:, None]
         of_slots.masked_fill_(whole_rows.to(of_slots.device, non_blocking=True), 0.0)
-    return of_slots
+    return of_slots.bfloat16() if reduction == "max" else of_slots
 
 
 def _store(

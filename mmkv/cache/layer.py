@@ -66,7 +66,7 @@ class KeptKV:
         positions = positions[:, start:].unflatten(0, (self.batch, self.heads))
         scores = log_weights = weights = means = None
         if self.blocks[0].scores is not None:
-            scores = by_age([b.scores for b in self.blocks]).masked_fill(positions < 0, 0.0)
+            scores = by_age([b.scores for b in self.blocks]).float().masked_fill(positions < 0, 0.0)
         if self.blocks[0].log_weights is not None:
             log_weights = by_age([b.log_weights for b in self.blocks]).float()
         if group_index is not None:

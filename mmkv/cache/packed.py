@@ -89,9 +89,12 @@ def layout(
             "error": Spec((B, 2), low=0.0),
         }
     evicted = any(plan.evicting(masks)) or policy.score.repeats
-    has_scores = {"": False, "sum": True, "max": evicted}[policy.score.turn_reduction]
+    reduction = policy.score.turn_reduction
+    has_scores = {"": False, "sum": True, "max": evicted}[reduction]
     if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_all:
-        specs["scores"] = Spec((n,), low=0.0)
+        specs["scores"] = Spec(
+            (n,), (torch.bfloat16 if reduction == "max" else torch.float32,), 0.0
+        )
     merges = policy.merge is not None and policy.merge.weighted
     if merges and n != H * sum(masks.lengths):
         # The logarithm of a group's weight; weights far from this would overflow.

@@ -58,8 +58,9 @@ class PaddedBlock:
             capacity, of which the schedule's `width` is in use.
         schedule: chooses the slot of each new token.
         dtype: the model's type, which `bias` has.
-        scores: float32 [R, S], the importance of the prompt's tokens, which the next turn updates;
-            0 for generated tokens. None if no turn reads scores of earlier ones.
+        scores: [R, S], the importance of the prompt's tokens, which the next turn updates; 0 for
+            generated tokens. float32 if scores are added up, bfloat16 if the largest counts; None
+            if no turn reads scores of earlier ones.
         bias: [R, 1, S], added to the logits: -inf for an empty slot, else the logarithm of its
             weight, 0 for one token; None if it would be 0 for all slots in use. It is no bool mask,
             which torch would convert to a bias in every step.

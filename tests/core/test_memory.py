@@ -104,11 +104,11 @@ def test_share_of_16_bits_sets_tokens_and_type():
     for share in (0.2, 0.1):
         assert bought(share).budget(4000) == pytest.approx((share * 256 - once / 4000) / 72)
     # A position, a score and a bias. Groups: for each token seen also a code that tells the leaders
-    # of a run apart. 0.32 of 512 tokens are 165 leaders, to be counted forwards and backwards.
-    grouped = bought(0.1, run=512, beside=10)
-    assert grouped.budget(4000) == pytest.approx((25.6 - 9 / 8 - once / 4000) / 78)
-    grouped = bought(0.02, run=512, beside=10)  # 31 leaders
-    assert grouped.budget(40_000) == pytest.approx((5.12 - 7 / 8 - once / 40_000) / 78)
+    # of a run apart. 0.33 of 512 tokens are 171 leaders, to be counted forwards and backwards.
+    grouped = bought(0.1, run=512, beside=8)
+    assert grouped.budget(4000) == pytest.approx((25.6 - 9 / 8 - once / 4000) / 76)
+    grouped = bought(0.02, run=512, beside=8)  # 34 leaders
+    assert grouped.budget(40_000) == pytest.approx((5.12 - 7 / 8 - once / 40_000) / 76)
 
 
 def test_a_share_without_room_for_a_token_raises():
