@@ -205,13 +205,10 @@ class PaddedBlock:
         if not isinstance(slots, int):
             self._fill(slots, position)
         elif self.schedule.drops:
-            where = (slice(None), slice(slots, slots + q))
             at = torch.arange(position, position + q, device=device) if q > 1 else position
-            self.positions[where] = at
+            self.positions[:, slots : slots + q] = at
             if self.bias is not None:
                 self.bias[:, 0, slots : slots + q] = 0.0
-            for x in self._zero_for_new:
-                x[where] = 0.0
         elif self.positions_ahead[0] < slots + q or self.positions_ahead[1] != position - slots:
             # These slots and all after them are empty, so their later positions are known.
             end, offset = self.capacity, position - slots
@@ -230,13 +227,6 @@ class PaddedBlock:
             self.positions.scatter_(1, index, position.expand(index.shape))
         if self.bias is not None:
             self.bias[:, 0].scatter_(1, index, 0.0)
-        for x in self._zero_for_new:
-            x.scatter_(1, index, 0.0)
-
-    @property
-    def _zero_for_new(self) -> list[Tensor]:
-        """Tensors [R, S] in which a new token's slot is set to 0, as a dropped token had it."""
-        return []
 
     def _attend(self, query: Tensor, pairs: Pairs, visible: Tensor | None, step: Step) -> Tensor:
         """Attend to `visible` slots, see the function `attend`."""
@@ -328,9 +318,14 @@ class AccumulatingBlock(PaddedBlock):
         freed: Tensor | None = getattr(self.schedule, "freed", None)
         return [self.accumulated] if freed is None else [self.accumulated, freed]
 
-    @property
-    def _zero_for_new(self) -> list[Tensor]:
-        return [self.accumulated]
+    def append(self, step: Step) -> int | Tensor:
+        """Do what other blocks do; a new token has no attention yet, but a dropped one had."""
+        slots, scores = super().append(step), self.accumulated
+        if isinstance(slots, int):
+            scores[:, slots : slots + step.q] = 0.0
+        else:
+            scores.scatter_(1, slots.expand(len(scores))[:, None], 0.0)
+        return slots
 
     def _advance(self, step: Step) -> None:
         """Choose the tokens to drop, and count the step."""
