@@ -1,7 +1,7 @@
 """Ada-KV on SnapKV: a layer's size is split among its heads by the spread of their attention.
 
 Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM
-Inference", arXiv 2407.11550, algorithms 1 and 2. alpha = 0.5 as in the paper; the command line of
+Inference", arXiv 2407.11550v1, algorithms 2 and 3. alpha = 0.5 as in the paper; the command line of
 the authors' code, https://github.com/FFY0/AdaKV, defaults to 0.2. The code rounds each head's size
 separately, so a layer may miss its total by some tokens; here totals are exact. With grouped heads
 the code averages over a group before pooling; here, as in SnapKV, each query head is pooled first.

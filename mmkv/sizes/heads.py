@@ -54,7 +54,7 @@ class AdaptiveHeads(OwnRankings):
     alpha: Share = 0.5
 
     def __call__(self, scores: Tensor, totals: Tensor, *, layer_idx: int) -> Tensor:
-        """Return head sizes by algorithm 1 of the paper, with the floor of algorithm 2."""
+        """Return head sizes by algorithm 2 of the paper's v1, with alpha of its algorithm 3."""
         return adaptive_heads(scores, totals, alpha=self.alpha)
 
 
@@ -95,7 +95,7 @@ def adaptive_heads(scores: Tensor, totals: Tensor, *, alpha: float = 0.5) -> Ten
     Returns:
         LongTensor `[B, H]`, in [0, N]; each row sums to its total.
 
-    Source: Ada-KV, arXiv 2407.11550, algorithm 2.
+    Source: Ada-KV, arXiv 2407.11550v1, algorithm 2; alpha: algorithm 3.
     """
     B, H, N = scores.shape
     totals = totals.to(scores.device)[:, None]

@@ -30,7 +30,7 @@ class UniformLayers(Layers):
 @register_part("pyramid")
 @dataclass(frozen=True, kw_only=True)
 class PyramidLayers(Layers):
-    """Sizes fall in equal steps with depth (PyramidKV, arXiv 2406.02069, section 4.1).
+    """Sizes fall in equal steps with depth (PyramidKV, arXiv 2406.02069, section 4.2).
 
     Pinned tokens come on top of the series, as in the paper's own code.
 

@@ -66,7 +66,7 @@ class _ByScores(Layers):
 @register_part("prefix")
 @dataclass(frozen=True, kw_only=True)
 class PrefixLayers(_ByScores):
-    """Every layer retains the same share of importance (PrefixKV, arXiv 2412.03409, section 3.2).
+    """Every layer retains the same share of importance (PrefixKV, arXiv 2412.03409, section 3).
 
     Options:
         allocation: when sizes are set: "one-pass", after a prefill that keeps every layer whole;
@@ -144,7 +144,7 @@ def prefix(importance: Tensor, totals: Tensor, candidates: Tensor | None = None)
     Raises:
         ValueError: an entry is negative.
 
-    Source: PrefixKV, arXiv 2412.03409, section 3.3, whose bisection may miss the total.
+    Source: PrefixKV, arXiv 2412.03409, section 3, whose bisection may miss the total.
     """
     shares, filler = _shares(importance, candidates)
     curve = shares.sort(dim=-1, descending=True).values.cumsum(-1)
