@@ -329,7 +329,7 @@ def kept_by_row(cache: Any) -> list[dict[str, Any]]:
         kept, total = sum(x.sizes[row] for x in layers), length * n
         shares = [None if x.retained is None else float(x.retained[row]) for x in layers]
         sizes = {
-            "cache_bytes": heads * kept * layers[0].stored.slot_bytes,
+            "cache_bytes": heads * kept * layers[0].stored.pair_bytes,
             "full_bytes": total * heads * full_pair,
         }
         sizes |= {"other_bytes": other_bytes // len(cache.lengths)}  # of layers not compressed

@@ -16,7 +16,6 @@ USUAL = 4000
 # Types of kept pairs other than the model's own, and their bits.
 BITS = {"int8": 8, "int4": 4}
 _STEP = 2  # bytes of a step of codes
-POSITION = 4  # bytes of a slot's position
 
 
 class Memory(float):
@@ -119,7 +118,7 @@ def allot(
     head_dim: int,
     first: int = 1,
     run: int = 0,
-    beside: int = POSITION,
+    beside: int = 4,
     keeps_all: bool = False,
 ) -> Allotment:
     """Return how many tokens, and in which type, fit in a share of the full cache's bytes.
@@ -134,7 +133,7 @@ def allot(
         head_dim: numbers of a key, and of a value.
         first: how many first tokens stay in the model's type if others are in 8 or 4 bits.
         run: tokens of a run inside which evicted tokens are put into groups; 0: they are not.
-        beside: bytes that a slot holds beside its pair if tokens are evicted, see `beside_pair`.
+        beside: bytes that a slot holds beside its pair, see `mmkv.cache.allotment.beside_pair`.
         keeps_all: whether the policy evicts nothing, so that only the type can change.
 
     Raises:
@@ -148,7 +147,7 @@ def allot(
     once = max(4, itemsize) * head_dim + first * (full + 8)
     groups = numbers // group(head_dim)
 
-    def slot(kv_dtype: str, beside: int = POSITION) -> int:
+    def slot(kv_dtype: str) -> int:
         return -(-numbers * BITS[kv_dtype] // 8) + groups * _STEP + beside
 
     def fits(kv_dtype: str) -> bool:
@@ -166,7 +165,7 @@ def allot(
             )
     if fits(kv_dtype):
         return Allotment(memory, kv_dtype, full, slot(kv_dtype), 0, once, keeps_all=True)
-    found = Allotment(memory, kv_dtype, full, slot(kv_dtype, beside), run, once, keeps_all=False)
+    found = Allotment(memory, kv_dtype, full, slot(kv_dtype), run, once, keeps_all=False)
     if found.budget() * USUAL < 1:
         raise ValueError(
             f"memory={float(memory):.3g} is too little for one of {USUAL:,} tokens: give more"

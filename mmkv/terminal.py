@@ -184,28 +184,28 @@ def _explain(error: Exception) -> int:
     """Print an error; return its exit code."""
     if os.environ.get(_TRACEBACK):
         traceback.print_exception(error)
-    text = " ".join(str(error).split())
+    text, line = " ".join(str(error).split()), _plugin_line(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     wrong_path = FileNotFoundError | FileExistsError | PermissionError
     if isinstance(error, ValueError | wrong_path | IsADirectoryError | NotADirectoryError):
-        say(f"error: {text}{_plugin_line(error)}")
+        say(f"error: {text}{line}")
         return 2
     if isinstance(error, OSError):
-        say(f"failed: {text}")
+        say(f"failed: {text}{line}")
     elif type(error).__name__ == "OutOfMemoryError" or "not enough memory" in text:
         say("failed: out of memory: use a smaller model, fewer tokens at once, or --dtype bfloat16")
     else:
         more = f" ({_TRACEBACK}=1 shows where)"
-        say(f"failed: {type(error).__name__}: {text[:300]}{_plugin_line(error)}{more}")
+        say(f"failed: {type(error).__name__}: {text[:300]}{line}{more}")
     return 1
 
 
-def _plugin_line(error: Exception) -> str:
+def _plugin_line(error: BaseException) -> str:
     """Return which line of a plugin was running when an error was raised, in words; "" if none."""
-    found = ""
+    found = "" if error.__cause__ is None else _plugin_line(error.__cause__)
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").startswith(PLUGIN):
+        if str(frame.f_globals.get("__name__")).startswith(PLUGIN):
             found = f" (in line {line} of {frame.f_code.co_filename})"
     return found
 

@@ -186,5 +186,7 @@ def _tokens(attachment: Attachment, length: int) -> Tensor | None:
     device = embeddings.weight.device
     if device.type == "meta":  # the weights are offloaded
         hook = getattr(embeddings, "_hf_hook", None)
-        device = getattr(hook, "execution_device", model.device)
+        hooks = getattr(hook, "hooks", (hook,))
+        devices = (getattr(x, "execution_device", None) for x in hooks)
+        device = next((x for x in devices if x is not None), model.device)
     return torch.cat([first, random_ids, random_ids])[None].to(device)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.evict import SLACK, group_rows
-from mmkv.memory import POSITION, USUAL, Memory, allot
+from mmkv.cache.evict import SLACK, group_rows, score_dtype
+from mmkv.memory import USUAL, Memory, allot
 from mmkv.merge.groups import MergeIntoGroups
 from mmkv.parts import SizeInputs
 from mmkv.sizes.layers import fit
@@ -34,18 +34,14 @@ def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) ->
 
 
 def beside_pair(plan: CacheConfig, itemsize: int) -> int:
-    """Return the bytes that a slot holds beside its pair if tokens are evicted.
+    """Return the most bytes that a slot holds beside its pair.
 
-    A position; a score if later turns or steps compare it; and a bias, in the model's type, if a
-    slot may stand for several tokens or heads differ in size, so that some slots are empty.
+    A position of 4 bytes, a score if later turns or steps compare it, and a bias in the model's
+    type. Unless groups have weights, there is no bias where all rows of a block are of one length.
     """
     policy = plan.policy
-    of_score = {"": 0, "sum": 4, "max": 2}[policy.score.turn_reduction]
-    if policy.decode.needs_decode_attention:
-        of_score = 4
-    weighted = policy.merge is not None and policy.merge.weighted
-    biased = weighted or not plan.equal_heads or plan.waits_for_probe
-    return POSITION + of_score + itemsize * biased
+    scored = policy.score.turn_reduction or policy.decode.needs_decode_attention
+    return 4 + itemsize + (score_dtype(policy).itemsize if scored else 0)
 
 
 def for_type(plan: CacheConfig, itemsize: int, head_dim: int) -> CacheConfig:

@@ -26,6 +26,7 @@ from mmkv.decode.slots import GrowingSlots, SlotSchedule, spare
 from mmkv.decode.victims import HeavyHitterSlots
 from mmkv.memory import BITS
 from mmkv.parts import Merge, RowSizes
+from mmkv.policy import Policy
 from mmkv.tensors import flat_rows, no_autocast, send
 
 # How many empty slots a layer may have, as a share of its kept tokens, to have fewer blocks.
@@ -178,7 +179,13 @@ def _slot_scores(
         # A row that is too short to lose a token is not scored when it is alone, so it has zeros.
         whole_rows = ~torch.tensor(scored, device="cpu").repeat_interleave(H)[:, None]
         of_slots.masked_fill_(whole_rows.to(of_slots.device, non_blocking=True), 0.0)
-    return of_slots.bfloat16() if reduction == "max" else of_slots
+    return of_slots.to(score_dtype(plan.policy))
+
+
+def score_dtype(policy: Policy) -> torch.dtype:
+    """Return the type of the scores that slots keep: bfloat16 unless scores are added up."""
+    compares = policy.score.turn_reduction == "max" and not policy.decode.needs_decode_attention
+    return torch.bfloat16 if compares else torch.float32
 
 
 def _store(

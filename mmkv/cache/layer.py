@@ -334,7 +334,10 @@ class CompressedLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored of tokens, and of queries stored for the next round."""
+        """Bytes of what is stored of tokens, and of queries stored for the next round.
+
+        Between chunks of a prompt these are keys and values alone.
+        """
         kv_bytes = 0 if self.state is None else self.state.nbytes
         return kv_bytes + sum(query.untyped_storage().nbytes() for query, _ in self.reply_queries)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmkv.cache.config import CacheConfig, TokenMasks
-from mmkv.cache.evict import first_slots, plan_blocks
+from mmkv.cache.evict import first_slots, plan_blocks, score_dtype
 from mmkv.cache.group_index import GroupIndex
 from mmkv.cache.layer import KeptKV
 from mmkv.cache.padded_blocks import PaddedBlock, block_of
@@ -89,12 +89,9 @@ def layout(
             "error": Spec((B, 2), low=0.0),
         }
     evicted = any(plan.evicting(masks)) or policy.score.repeats
-    reduction = policy.score.turn_reduction
-    has_scores = {"": False, "sum": True, "max": evicted}[reduction]
+    has_scores = {"": False, "sum": True, "max": evicted}[policy.score.turn_reduction]
     if (has_scores or policy.decode.needs_decode_attention) and not plan.keeps_all:
-        specs["scores"] = Spec(
-            (n,), (torch.bfloat16 if reduction == "max" else torch.float32,), 0.0
-        )
+        specs["scores"] = Spec((n,), (score_dtype(policy),), low=0.0)
     merges = policy.merge is not None and policy.merge.weighted
     if merges and n != H * sum(masks.lengths):
         # The logarithm of a group's weight; weights far from this would overflow.

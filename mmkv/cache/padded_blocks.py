@@ -62,9 +62,9 @@ class PaddedBlock:
             generated tokens. float32 if scores are added up, bfloat16 if the largest counts; None
             if no turn reads scores of earlier ones.
         bias: [R, 1, S], added to the logits: -inf for an empty slot, else the logarithm of its
-            weight, 0 for one token; None if it would be 0 for all slots in use. It is no bool mask,
-            which torch would convert to a bias in every step.
-        weighted: whether a slot may stand for several tokens; if so, there is a `bias`.
+            weight, 0 for one token; None if it would be 0 for all slots in use, unless a graph
+            replays steps. It is no bool mask, which torch would convert to a bias in every step.
+        weighted: whether slots have weights (`Merge.weighted`); if so, there is a `bias`.
     """
 
     row_numbers: np.ndarray

@@ -57,8 +57,8 @@ class PlainKV:
         return sum(x.shape[-1] * x.element_size() for x in self._pairs[0])
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot."""
+    def pair_bytes(self) -> int:
+        """Bytes of a pair as it is stored."""
         return self.full_pair_bytes
 
     def read(self) -> list[tuple[Tensor, Tensor]]:

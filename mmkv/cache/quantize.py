@@ -194,8 +194,8 @@ class QuantizedKV:
         return sum(x.untyped_storage().nbytes() for x in self._tensors)
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot: its codes and steps."""
+    def pair_bytes(self) -> int:
+        """Bytes of a pair as it is stored: its codes and steps."""
         return sum(x[:, 0].numel() * x.element_size() for x in (self.codes, self.steps))
 
     @property

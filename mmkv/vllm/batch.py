@@ -76,10 +76,10 @@ def output_weights(part: Any) -> Tensor:
     layer, module = part.layer, _neighbour(part.name, _OUTPUTS)
     assert module is not None
     group, dim = layer.num_heads // layer.num_kv_heads, layer.head_size
-    at = torch.tensor(part.heads)[:, None] * group * dim + torch.arange(group * dim)
-    columns = torch.zeros(at.numel(), module.input_size_per_partition)
-    columns[torch.arange(at.numel()), at.flatten()] = 1.0
-    columns = columns.to(layer.kv_cache.device, layer.dtype)
+    with layer.kv_cache.device:
+        at = torch.tensor(part.heads)[:, None] * group * dim + torch.arange(group * dim)
+        columns = torch.zeros(at.numel(), module.input_size_per_partition, dtype=layer.dtype)
+        columns[torch.arange(at.numel()), at.flatten()] = 1.0
     out = module.quant_method.apply(module, columns, bias=None)
     return out.unflatten(0, (-1, dim)).mT
 

@@ -23,7 +23,7 @@ from mmkv.decode import slots
 
 NEW, FEW = 16, 5
 # Each way to give slots to new tokens, with groups and without.
-SLOTS = ("condense", "elastic", "full", "h2o", "local", "tova")
+SLOTS = ("condense", "elastic", "full", "h2o", "local", "prefixkv", "tova")
 
 
 @pytest.fixture

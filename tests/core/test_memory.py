@@ -133,12 +133,13 @@ def test_a_share_is_of_the_models_own_type():
 def test_bytes_held_after_a_prompt_are_within_the_share(policy, dtype):
     """And nearly all of it is used, where heads have no sizes that are known too late."""
     model = tiny(dtype)
-    for memory, length in (("4x", 1500), ("16x", 4000)):
+    for memory, lengths in (("4x", (1500,)), ("16x", (4000,)), ("16x", (1200, 1150))):
         with mmkv.wrapped(model, policy, memory=memory, least=0):
-            cache = prefilled(model, (length,))
-        used = cache.nbytes / (Memory.of(memory) * full_bytes(model, length))
+            cache = prefilled(model, lengths)
+        full = len(lengths) * full_bytes(model, max(lengths))  # padding included
+        used = cache.nbytes / (Memory.of(memory) * full)
         assert used <= 1
-        assert used > (0.85 if policy == "adakv" else 0.97), memory
+        assert used > (0.85 if policy == "adakv" else 0.94), memory
 
 
 @pytest.mark.slow
@@ -171,7 +172,7 @@ def test_full_share_is_plain_cache_and_full_policy_changes_type_only():
         with mmkv.wrapped(model, "full", memory=memory):
             report = prefilled(model, (300,)).report()
         assert (report.kv_dtype, report.kept_fraction) == (kv_dtype, 1.0)
-    with pytest.raises(ValueError, match=r"memory=0.2 is too little .* need 28.2% in 4 bits"):
+    with pytest.raises(ValueError, match=r"memory=0.2 is too little .* need 29.0% in 4 bits"):
         mmkv.wrap(model, "full", memory=0.2)
     assert not mmkv.is_wrapped(model)
 

@@ -10,6 +10,7 @@ import mmkv
 from helpers.masking import masked_logits
 from helpers.models import make_inputs, make_model
 from helpers.oracle import generate, prefilled
+from mmkv.decode.victims import HeavyHitterSlots, LeastAttended
 from mmkv.parts import KINDS, Decode, Heads, Layers, Merge, Protect, Score, register_part
 from mmkv.policy import Policy
 from mmkv.registry import list_parts, option_types
@@ -202,6 +203,25 @@ def test_wrong_results_of_a_custom_part_raise(models, part, message):
     policy = mmkv.get_policy("snapkv", window=6, **part)
     with pytest.raises(ValueError, match=message):
         prefilled(models("llama"), make_inputs("llama", (60, 50)), policy, 0.4)
+
+
+class LeastSinceThePrompt(LeastAttended):
+    """Drops the token that generated ones attended to least, whatever the score."""
+
+    def check(self, policy):
+        pass
+
+    def schedule(self, policy, rows):
+        sizes = {"counts": rows.counts, "protected": rows.protected, "capacity": rows.capacity}
+        return HeavyHitterSlots(**sizes, recent=rows.capacity // 8)
+
+
+def test_a_custom_decode_part_adds_up_attention_with_any_score(models):
+    """The observers' scores, of which the largest counts, are kept with fewer digits elsewhere."""
+    policy = mmkv.get_policy("condense", decode=LeastSinceThePrompt(), least=0)
+    with mmkv.wrapped(models("llama"), policy, 0.3):
+        cache = generate(models("llama"), make_inputs("llama", (60, 50)), new=6)[2]
+    assert all(b.scores.dtype == torch.float32 for b in cache.blocks)
 
 
 class ThreeEach(Heads):
