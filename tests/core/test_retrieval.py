@@ -6,6 +6,7 @@ import logging
 import accelerate
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 
 import mmkv
 from helpers import zoo
@@ -214,8 +215,11 @@ def test_the_probe_waits_until_the_model_can_run(probed, later):
     assert counts[0] > 2 * counts[1]
 
 
-def test_offloaded_weights_are_probed():
+@pytest.mark.parametrize("hooks", [1, 2])
+def test_offloaded_weights_are_probed(hooks):
     model = accelerate.cpu_offload(make_model("llama"), execution_device="cpu")
+    if hooks == 2:
+        add_hook_to_module(model.get_input_embeddings(), ModelHook(), append=True)
     with mmkv.wrapped(model, budget=0.2):
         assert not model._mmkv.plan.waits_for_probe
 
