@@ -16,6 +16,7 @@ USUAL = 4000
 # Types of kept pairs other than the model's own, and their bits.
 BITS = {"int8": 8, "int4": 4}
 _STEP = 2  # bytes of a step of codes
+POSITION = 4  # bytes of a slot's position
 
 
 class Memory(float):
@@ -118,7 +119,7 @@ def allot(
     head_dim: int,
     first: int = 1,
     run: int = 0,
-    beside: int = 4,
+    beside: int = POSITION,
     keeps_all: bool = False,
 ) -> Allotment:
     """Return how many tokens, and in which type, fit in a share of the full cache's bytes.
@@ -133,7 +134,7 @@ def allot(
         head_dim: numbers of a key, and of a value.
         first: how many first tokens stay in the model's type if others are in 8 or 4 bits.
         run: tokens of a run inside which evicted tokens are put into groups; 0: they are not.
-        beside: bytes that a slot holds beside its pair, see `mmkv.cache.allotment.beside_pair`.
+        beside: bytes that a slot holds beside its pair, see `bytes_beside_pair`.
         keeps_all: whether the policy evicts nothing, so that only the type can change.
 
     Raises:

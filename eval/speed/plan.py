@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmkv.cache.allotment import beside_pair, empty_slots
+from mmkv.cache.allotment import bytes_beside_pair, empty_slots
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.quantize import WINDOW
 from mmkv.calls import cache_in
 from mmkv.decode.slots import Ratio
 from mmkv.eval.speed.cards import Card
-from mmkv.memory import BITS, group, index_bytes
+from mmkv.memory import BITS, POSITION, group, index_bytes
 from mmkv.merge.groups import MergeIntoGroups
 from mmkv.policy import Policy
 from mmkv.scores.accumulated import AccumulatedAttention
@@ -166,9 +166,9 @@ def plan(sizes: Sizes, load: Load, card: Card, config: CacheConfig) -> Plan:
     merge = policy.merge if share < 1 else None
     groups = isinstance(merge, MergeIntoGroups)
     index = index_bytes(merge.group_run, share) * load.prompt if groups else 0.0
-    beside = beside_pair(config, itemsize)
+    beside = bytes_beside_pair(policy, itemsize)
     if share == 1:  # positions alone; the model's own cache has none
-        beside = 0 if config.keeps_all and kv_dtype is None else 4
+        beside = 0 if config.keeps_all and kv_dtype is None else POSITION
 
     def pairs_bytes(layer: Layer, tokens: float, generated: int) -> float:
         """Return the bytes of a layer that keeps so many tokens of each head."""

@@ -8,9 +8,10 @@ import numpy as np
 
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.evict import SLACK, group_rows, score_dtype
-from mmkv.memory import USUAL, Memory, allot
+from mmkv.memory import POSITION, USUAL, Memory, allot
 from mmkv.merge.groups import MergeIntoGroups
 from mmkv.parts import SizeInputs
+from mmkv.policy import Policy
 from mmkv.sizes.layers import fit
 
 
@@ -26,22 +27,21 @@ def allotted(plan: CacheConfig, memory: Memory, itemsize: int, head_dim: int) ->
         head_dim=head_dim,
         first=policy.n_exact,
         run=merge.group_run if isinstance(merge, MergeIntoGroups) else 0,
-        beside=beside_pair(plan, itemsize),
+        beside=bytes_beside_pair(policy, itemsize),
         keeps_all=policy.keeps_all,
     )
     plan = replace(plan, kv_dtype=allotment.kv_dtype, allotment=allotment)
     return for_heads(replace(plan, budget=allotment.budget()))
 
 
-def beside_pair(plan: CacheConfig, itemsize: int) -> int:
+def bytes_beside_pair(policy: Policy, itemsize: int) -> int:
     """Return the most bytes that a slot holds beside its pair.
 
-    A position of 4 bytes, a score if later turns or steps compare it, and a bias in the model's
-    type. Unless groups have weights, there is no bias where all rows of a block are of one length.
+    These are a position, a score if later turns or steps compare it, and a bias in the model's
+    type. Without weights of groups there is no bias where all rows of a block have one length.
     """
-    policy = plan.policy
     scored = policy.score.turn_reduction or policy.decode.needs_decode_attention
-    return 4 + itemsize + (score_dtype(policy).itemsize if scored else 0)
+    return POSITION + itemsize + (score_dtype(policy).itemsize if scored else 0)
 
 
 def for_type(plan: CacheConfig, itemsize: int, head_dim: int) -> CacheConfig:

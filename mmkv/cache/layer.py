@@ -49,7 +49,10 @@ class KeptKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the storages of pairs and slots, empty ones included, and of the group index."""
+        """Bytes of pairs, of positions, scores and biases, and of the group index.
+
+        Empty slots count.
+        """
         groups = 0 if self.group_index is None else self.group_index.nbytes
         return self.stored.nbytes + sum(x.nbytes for x in self.blocks) + groups
 
@@ -67,7 +70,7 @@ class KeptKV:
         scores = log_weights = weights = means = None
         if self.blocks[0].scores is not None:
             scores = by_age([b.scores for b in self.blocks]).float().masked_fill(positions < 0, 0.0)
-        if self.blocks[0].log_weights is not None:
+        if self.blocks[0].weighted:
             log_weights = by_age([b.log_weights for b in self.blocks]).float()
         if group_index is not None:
             weights = token_numbers(positions, group_index)

@@ -319,7 +319,7 @@ class AccumulatingBlock(PaddedBlock):
         return [self.accumulated] if freed is None else [self.accumulated, freed]
 
     def append(self, step: Step) -> int | Tensor:
-        """Do what other blocks do; a new token has no attention yet, but a dropped one had."""
+        """Append as other blocks do, and set the attention of the new tokens' slots to 0."""
         slots, scores = super().append(step), self.accumulated
         if isinstance(slots, int):
             scores[:, slots : slots + step.q] = 0.0

@@ -217,7 +217,7 @@ class LeastSinceThePrompt(LeastAttended):
 
 
 def test_a_custom_decode_part_adds_up_attention_with_any_score(models):
-    """The observers' scores, of which the largest counts, are kept with fewer digits elsewhere."""
+    """Other decode parts leave condense's scores in bfloat16; attention adds up in float32."""
     policy = mmkv.get_policy("condense", decode=LeastSinceThePrompt(), least=0)
     with mmkv.wrapped(models("llama"), policy, 0.3):
         cache = generate(models("llama"), make_inputs("llama", (60, 50)), new=6)[2]

@@ -91,7 +91,7 @@ def test_shares_of_bytes_in_place_of_budgets(model, tokenizer, tmp_path):
     rows = run(model, tokenizer, tmp_path, budgets=[Memory(0.5), Memory(0.25)], **asked)
     kept = {row["budget"]: row for row in rows if row["policy"] != "full"}
     assert {*kept} == {0.5, 0.25}
-    # In float32 a pair of 32 numbers has 128 bytes; in 8 bits 40, so that all fit into half of it.
+    # In float32 a pair of 32 numbers has 128 bytes; in 8 bits 44, so that all fit into half of it.
     assert kept[0.5]["kept_fraction"] == 1
     assert 0.6 < kept[0.25]["kept_fraction"] < 0.95
     report = Report(tmp_path)
