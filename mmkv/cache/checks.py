@@ -12,7 +12,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from mmkv import adapters
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.layer import KeptKV
+from mmkv.cache.layer import CompressedLayer, KeptKV
 from mmkv.cache.prompt_kv import PromptKV
 
 if TYPE_CHECKING:
@@ -124,27 +124,39 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
             "attention_mask hides tokens of an earlier pass, which are in the state of linear "
             "attention: keep showing them, or start a new cache"
         )
-    states = [x.state for x in cache.compressed]
-    if any(isinstance(x, PromptKV) for x in states):
+    if any(isinstance(x.state, PromptKV) for x in cache.compressed):
         raise ValueError(
             "the attention_mask of a later chunk hides tokens of an earlier chunk of the same "
             "prompt: mask them in every chunk"
         )
-    for state in states:
-        if not isinstance(state, KeptKV) or state.group_index is None:
+    for layer in cache.compressed:
+        if (merged := _merged(cache, layer)) is None:
             continue
-        leaders = state.group_index.leaders()
-        in_group = (leaders >= 0).any(1)
-        grouped = hidden.to(leaders.device)[:, : leaders.shape[-1]] & in_group
-        if bool(grouped.any()):
-            row, position = grouped.nonzero()[0].tolist()
+        hidden_merged = hidden.to(merged.device)[:, : merged.shape[1]] & merged
+        if bool(hidden_merged.any()):
+            row, position = hidden_merged.nonzero()[0].tolist()
             generated = bool(_generated(cache, hidden)[row, position])
-            remedy = "use decode='grow', which groups none" if generated else "start a new cache"
+            remedy = "use decode='grow', which merges none" if generated else "start a new cache"
             raise ValueError(
                 f"attention_mask hides {'generated ' * generated}token {position} of row {row}, "
-                f"which was merged into a group: keep showing it, or {remedy}"
+                f"which was merged with others: keep showing it, or {remedy}"
             )
     return True
+
+
+def _merged(cache: CacheState, layer: CompressedLayer) -> Tensor | None:
+    """Return which tokens some head of a layer has merged with others, bool [B, T].
+
+    None if the policy merges none. Pairs that are averages do not tell their tokens, so all evicted
+    tokens count there, also those that decoding dropped.
+    """
+    merge, state = cache.plan.policy.merge, layer.state
+    if merge is None or cache.masks is None or not isinstance(state, KeptKV):
+        return None
+    if merge.weighted:
+        return None if state.group_index is None else (state.group_index.leaders() >= 0).any(1)
+    shares = state.shares(layer.seen)[..., : cache.masks.valid.shape[1]]
+    return (shares == 0).any(1)
 
 
 def check_linear_layers(cache: CacheState, valid: Tensor, earlier: Tensor | None) -> None:

@@ -93,6 +93,23 @@ def test_mask_hiding_grouped_token_raises(models):
         model(**step, past_key_values=cache)
 
 
+@pytest.mark.parametrize("merge", ["position", "feature"])
+def test_mask_hiding_averaged_token_raises(models, merge):
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    with mmkv.wrapped(model, "local", 0.4, decode="grow", merge=merge):
+        _, said, cache, _ = generate(model, inputs, new=3)
+        kept = cache.kept(0)[0, 0].tolist()
+        assert 11 not in kept
+        turn = {"input_ids": torch.cat([inputs["input_ids"], said, said], dim=1)}
+        turn["attention_mask"] = torch.ones_like(turn["input_ids"])
+        turn["attention_mask"][0, 11] = 0
+        with pytest.raises(ValueError, match=r"hides token 11 of row 0, which was merged"):
+            generate(model, turn, new=2, past_key_values=cache)
+        turn["attention_mask"][0, 11] = 1
+        turn["attention_mask"][0, [kept[-1], 61]] = 0  # a kept token and a generated one
+        generate(model, turn, new=2, past_key_values=cache)
+
+
 def test_token_written_over_a_group_weighs_1(models):
     """decode="fixed" drops groups too: what takes their slot weighs one."""
     model, inputs = models("llama"), make_inputs("llama", (90,))
