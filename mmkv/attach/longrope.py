@@ -62,10 +62,11 @@ def _read_again(attachment: Attachment, cache: CompressedCache, limit: int, q: i
             "(pictures, or tokens not given as input_ids): start a new cache, and give all tokens "
             "to model.generate"
         )
-    phase, learned = cache.phase, cache.sizes_learned
+    phase, plan, learned = cache.phase, cache.plan, cache.sizes_learned
     context, decoder = cache.context_length, attachment.parts.decoder
     mask, positions = valid.long(), (valid.cumsum(-1) - 1).clamp(min=0)
     cache.reset()
+    cache.plan = plan
     cache.long, cache.sizes_learned, cache.context_length = True, learned, context
     until = None
     if context is None and isinstance(phase, Reading):  # one prompt, which this pass completes

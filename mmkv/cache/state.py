@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -71,8 +72,14 @@ class CacheState(Cache):
         self.dtype: torch.dtype | None = None
 
     def expect(self, until: int | None = None) -> None:
-        """Expect a prompt or a new turn next, which is complete once `until` tokens are seen."""
-        self.phase = Reading(until, keeps_all=self.context_length is not None)
+        """Expect a prompt or a new turn next, which is complete once `until` tokens are seen.
+
+        It may be the rest of a prompt whose first chunks were read.
+        """
+        phase = Reading(until, keeps_all=self.context_length is not None)
+        if isinstance(self.phase, Reading):
+            phase.similarity, phase.chunks = self.phase.similarity, self.phase.chunks
+        self.phase = phase
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, not kept."""
@@ -174,6 +181,7 @@ class CacheState(Cache):
         """Drop everything, ready for a new prompt."""
         super().reset()
         self.masks, self.phase, self.graph_inputs = None, Reading(), None
+        self.plan = replace(self.plan, task="", learned=None)
         self.sizes_learned = self.in_pass = False
         self.rope_deltas = self.ids = self.context_length = None
         self.long = False

@@ -173,6 +173,9 @@ def test_tasks_are_learned_apart():
         ids = torch.cat([prompt(5)["input_ids"], torch.full((1, 30), 9)], 1)
         generate(model, {"input_ids": ids}, new=2, past_key_values=cache)
         assert "task 'qa': the mean layer sizes of 2 requests" in cache.report().notes
+        cache.reset()
+        generate(model, prompt(6), new=2, past_key_values=cache)
+        assert "learning layer sizes, 2 of 2 requests so far" in cache.report().notes
     for name in ("", 3):
         with pytest.raises(ValueError, match="expected the name of a task"), mmkv.task(name):
             pass

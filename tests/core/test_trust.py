@@ -96,6 +96,24 @@ class TestOurAttentionRuns:
                 text_model(input_ids=torch.tensor([[7]]), past_key_values=cache)
             assert generate(text_model, inputs, new=3)[2].get_seq_length() == 42
 
+    @pytest.mark.parametrize("policy", ["snapkv", "kvzip", "squeeze"])
+    def test_prompt_stopped_between_chunks_is_continued(self, text_model, policy):
+        inputs = make_inputs("llama", (96,))
+        chunked = {"prefill_chunk_size": 32, "new": 4}
+
+        def stop_in_third_chunk(module, args, kwargs):
+            if (cache := kwargs["past_key_values"]) is not None and cache.get_seq_length() == 64:
+                caches.append(cache)
+                raise KeyboardInterrupt
+
+        with mmkv.wrapped(text_model, policy, 0.3, **short(policy)):
+            whole, caches = generate(text_model, inputs, **chunked)[0], []
+            stopping = text_model.register_forward_pre_hook(stop_in_third_chunk, with_kwargs=True)
+            with stopping, pytest.raises(KeyboardInterrupt):
+                generate(text_model, inputs, **chunked)
+            continued = generate(text_model, inputs, **chunked, past_key_values=caches[0])[0]
+        torch.testing.assert_close(continued, whole, atol=1e-5, rtol=0)
+
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
     def test_continuing_pass_that_failed_in_last_layer_raises(self, text_model, kind, monkeypatch):
         """All layers have counted the turn's tokens, but the last has not stored them."""
