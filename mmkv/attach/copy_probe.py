@@ -18,6 +18,7 @@ from accelerate.utils import has_offloaded_params
 from torch import Tensor
 
 from mmkv import adapters, digest
+from mmkv.attach import attention
 from mmkv.cache.allotment import for_heads
 from mmkv.cache.config import CacheConfig
 from mmkv.cache.forward_pass import collecting
@@ -42,6 +43,10 @@ SPREAD = (
     "with tensor parallelism each of {ranks} processes has its own heads alone, and the copy probe "
     "compares all: heads keep the same number of tokens"
 )
+
+
+class NoProbeError(ValueError):
+    """The model cannot be probed; the message says why."""
 
 
 @dataclass
@@ -79,17 +84,17 @@ def measure(attachment: Attachment) -> Profile:
     """Return the copy scores of a wrapped model's compressed layers, as a profile.
 
     Raises:
-        ValueError: the model has too few tokens or positions for the probe, or its heads are spread
-            over processes.
+        NoProbeError: the model has too few tokens or positions for the probe, or its heads are
+            spread over processes.
     """
     parts, config = attachment.parts, attachment.parts.config
     if parts.ranks > 1:
-        raise ValueError(SPREAD.format(ranks=parts.ranks))
+        raise NoProbeError(SPREAD.format(ranks=parts.ranks))
     positions = getattr(config, "max_position_embeddings", None) or 2 * LENGTH + 1
     length = min(LENGTH, (positions - 1) // 2)
     ids = _tokens(attachment, length)
     if length < _LEAST or ids is None:
-        raise ValueError(
+        raise NoProbeError(
             f"the copy probe reads {_LEAST} random tokens twice, and this model has "
             f"{positions} positions and {config.vocab_size} tokens: give a profile, or "
             "heads='uniform'"
@@ -108,7 +113,7 @@ def cached(attachment: Attachment) -> Profile:
     """Return the result of `measure`, or the saved one of a model with the same weights.
 
     Raises:
-        ValueError: see `measure`.
+        NoProbeError: see `measure`.
     """
     if attachment.parts.ranks > 1:
         return measure(attachment)
@@ -135,29 +140,33 @@ def cached(attachment: Attachment) -> Profile:
 def completed(attachment: Attachment, plan: CacheConfig) -> CacheConfig:
     """Run the copy probe, and return the plan with head sizes by its result.
 
-    While the model has no weights or is in training mode, return the plan unchanged.
+    While the model cannot run, return the plan unchanged. If it cannot be probed, heads get equal
+    sizes.
     """
     if not _ready(attachment):
         return plan
     try:
         scores = cached(attachment).retrieval
-        assert scores is not None
-        table = by_copying(plan.policy, scores, attachment.compressed_layers)
-    except ValueError as error:
+    except NoProbeError as error:
         logger.warning("%s", error)
         table = None
+    else:
+        assert scores is not None
+        table = by_copying(plan.policy, scores, attachment.compressed_layers)
     policy = replace(plan.policy, heads=UniformHeads())
     return for_heads(replace(plan, policy=policy, table=table))
 
 
 def _ready(attachment: Attachment) -> bool:
-    """Return whether the model can run: it is in eval mode and has its weights."""
-    decoder = attachment.parts.decoder
+    """Return whether the model can run: in eval mode, with weights and our attention function."""
+    decoder, config = attachment.parts.decoder, attachment.parts.config
+    if decoder.training or config._attn_implementation not in attention.NAMES:
+        return False
     # accelerate loads offloaded weights when a module runs.
     loads = getattr(attachment.model, "hf_device_map", None) or any(
         has_offloaded_params(x) for x in decoder.modules()
     )
-    return not decoder.training and bool(loads or not any(x.is_meta for x in decoder.parameters()))
+    return bool(loads or not any(x.is_meta for x in decoder.parameters()))
 
 
 def _tokens(attachment: Attachment, length: int) -> Tensor | None:

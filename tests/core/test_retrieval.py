@@ -193,7 +193,7 @@ def test_unwritable_folder_is_no_error(probed, tmp_path, monkeypatch):
         assert isinstance(table_of(model), HeadTable)
 
 
-@pytest.mark.parametrize("later", ["weights", "eval"])
+@pytest.mark.parametrize("later", ["weights", "eval", "attention"])
 def test_the_probe_waits_until_the_model_can_run(probed, later):
     model = make_model("llama")
     if later == "weights":
@@ -209,6 +209,11 @@ def test_the_probe_waits_until_the_model_can_run(probed, later):
         assert not probed
         model.eval()
     inputs = make_inputs("llama", (300,))
+    if later == "attention":
+        model.config._attn_implementation = "flex_attention"
+        with pytest.raises(ValueError, match="changed to 'flex_attention'"):
+            generate(model, inputs, new=2)
+        model.config._attn_implementation = "sdpa"
     *_, cache, _ = generate(model, inputs, new=2)
     assert len(probed) == 1
     counts = (cache.kept(1)[0] >= 0).sum(-1)
@@ -244,15 +249,16 @@ def test_impossible_probe_gives_equal_heads_and_a_warning(caplog, change, said):
         mmkv.probe(model)
 
 
-def test_failed_probe_leaves_model_unchanged(monkeypatch):
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_failed_probe_leaves_model_unchanged(monkeypatch, error):
     model = make_model("llama")
     before = [dict(vars(x)) for x in model.modules()]
 
     def fail(attachment):
-        raise RuntimeError("out of memory")
+        raise error("out of memory")
 
     monkeypatch.setattr(copy_probe, "measure", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(error, match="out of memory"):
         mmkv.wrap(model, budget=0.2)
     assert not mmkv.is_wrapped(model)
     assert [dict(vars(x)) for x in model.modules()] == before
