@@ -173,10 +173,13 @@ def unwrap(model: M) -> M:
 def wrapped(model: M, *args: Any, **kwargs: Any) -> Generator[M]:
     """Wrap a model within a `with` block; takes the arguments of `wrap`."""
     wrap(model, *args, **kwargs)
+    attachment = attachment_of(model)
     try:
         yield model
     finally:
-        unwrap(model)
+        # The block may have unwrapped the model, and wrapped it anew.
+        if is_wrapped(model) and attachment_of(model) is attachment:
+            unwrap(model)
 
 
 def is_wrapped(model: nn.Module) -> bool:
