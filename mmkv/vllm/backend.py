@@ -123,7 +123,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Metadata:
         """Return the metadata of one group's layers."""
-        step, spec, cm = batch.step, self.kv_cache_spec, common_attn_metadata
+        step, spec, cm = batch.state().step, self.kv_cache_spec, common_attn_metadata
         kind = spec.sizes, spec.block_size
         plan = step.built.get(kind)
         if plan is None:
@@ -290,7 +290,7 @@ class Impl(AttentionImpl[Metadata]):
     def _remember(self, part: HeadPart, row: PromptRow, query: Tensor) -> None:
         """Keep the queries of a chunk that the policy needs at the boundary."""
         last = part.layer.settings.queries
-        kept = batch.seen[row.request][part.name]
+        kept = batch.state().seen[row.request][part.name]
         query = query.flatten(1, 2)
         kept.append((query if last is None else query[max(0, len(query) - last) :]).clone())
         if last is not None:
@@ -302,7 +302,8 @@ class Impl(AttentionImpl[Metadata]):
         first = row.dropped * size
         keys, values = self._blocks(units, row, 0, b, "pairs")[:, :b].chunk(2, -1)
         # Exactly the last ones, so that the result does not depend on how the prompt was cut.
-        query, last = torch.cat(batch.seen[row.request].pop(part.name)), part.layer.settings.queries
+        last = part.layer.settings.queries
+        query = torch.cat(batch.state().seen[row.request].pop(part.name))
         query = query if last is None else query[-last:]
         prompt = Prompt(
             query.transpose(0, 1).float(),

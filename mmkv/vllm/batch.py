@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,17 +32,64 @@ class StepBatch:
     built: dict[Any, Any] = field(default_factory=dict[Any, Any])  # what builders share
 
 
-step = StepBatch()
-# Queries [tokens, heads, D] of prompts that are being read, by request and layer.
-seen: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
-_boundaries: dict[str, int] = {}
-_runner: Any = None
+@dataclass
+class State:
+    """What a model runner's attention knows beside its layers.
+
+    Attributes:
+        step: the batch of the step that runs.
+        boundaries: where each request's prompt is compressed.
+        seen: queries [tokens, heads, D] of prompts that are being read, by request and layer.
+        computed: what is computed once of the model's weights.
+    """
+
+    step: StepBatch = field(default_factory=StepBatch)
+    boundaries: dict[str, int] = field(default_factory=dict[str, int])
+    seen: dict[str, dict[str, list[Tensor]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
+    computed: dict[Any, Any] = field(default_factory=dict[Any, Any])
+
+    def note(self, output: Any) -> None:
+        """Note the requests that a step starts, resumes or ends."""
+        started = getattr(output, "mmkv", {})
+        for name in [*output.finished_req_ids, *started]:
+            self.boundaries.pop(name, None)
+            self.seen.pop(name, None)
+        self.boundaries.update(started)
+
+    def once(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Return what a function computes, and keep it under this key."""
+        if key not in self.computed:
+            self.computed[key] = compute()
+        return self.computed[key]
+
+
+# A weak reference to the model runner whose step runs, as an engine that has ended is to be freed.
+_running: Any = None
+
+
+def runner() -> Any:
+    """Return the model runner whose step runs."""
+    return _running()
+
+
+def state() -> State:
+    """Return the state of the model runner whose step runs."""
+    return runner().mmkv
+
+
+def _state_of(runner: Any) -> State | None:
+    """Return a model runner's state, which lives as long as it; None if the plugin is off."""
+    if not hasattr(runner, "mmkv"):
+        runner.mmkv = None if Settings.of(runner.vllm_config) is None else State()
+    return runner.mmkv
 
 
 def image_tokens(request: str, length: int) -> Tensor:
     """Return which of a request's first tokens are those of pictures, bool [length]."""
     marks = torch.zeros(length, dtype=torch.bool)
-    for feature in _runner.requests[request].mm_features:
+    for feature in runner().requests[request].mm_features:
         place = feature.mm_position
         end = min(length, place.offset + place.length)
         if place.offset < end:
@@ -52,10 +101,9 @@ def image_tokens(request: str, length: int) -> Tensor:
 def rotary(layer_name: str) -> tuple[Tensor, Tensor, bool] | None:
     """Return cos and sin [positions, R] of a layer, and whether dimensions interleave."""
     module = _neighbour(layer_name, ("rotary_emb",))
-    return None if module is None else _table(module)
+    return None if module is None else state().once(module, partial(_table, module))
 
 
-@functools.cache
 def _table(module: Any) -> tuple[Tensor, Tensor, bool]:
     if (table := getattr(module, "cos_sin_cache", None)) is None:  # Phi-3's longrope
         n = module.original_max_position_embeddings
@@ -84,25 +132,15 @@ def output_weights(part: Any) -> Tensor:
     return out.unflatten(0, (-1, dim)).mT
 
 
-@functools.cache
 def of_output_weights(part: Any, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a function of `output_weights`, and keep it for the next prompt."""
-    return function(output_weights(part))
+    return state().once((part, function), lambda: function(output_weights(part)))
 
 
 def _neighbour(layer_name: str, names: tuple[str, ...]) -> Any:
     """Return the first of the modules that stands next to the attention `...self_attn.attn.h0`."""
-    parent = _runner.get_model().get_submodule(layer_name.rsplit(".", 2)[0])
+    parent = runner().get_model().get_submodule(layer_name.rsplit(".", 2)[0])
     return next((getattr(parent, x) for x in names if getattr(parent, x, None) is not None), None)
-
-
-def _note(output: Any) -> None:
-    """Note the requests that a step starts, resumes or ends."""
-    started = getattr(output, "mmkv", {})
-    for name in [*output.finished_req_ids, *started]:
-        _boundaries.pop(name, None)
-        seen.pop(name, None)
-    _boundaries.update(started)
 
 
 def _clearing(replaces: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +151,8 @@ def _clearing(replaces: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return replaces(self, *args, **kwargs)
         finally:
-            of_output_weights.cache_clear()
+            if (of_runner := _state_of(getattr(self, "model_runner", self))) is not None:
+                of_runner.computed.clear()
 
     return replacing
 
@@ -126,17 +165,17 @@ def register() -> None:
 
     @functools.wraps(update)
     def noting(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        _note(scheduler_output)
+        if (own := _state_of(self)) is not None:
+            own.note(scheduler_output)
         return update(self, scheduler_output, *args, **kwargs)
 
     @functools.wraps(build)
     def building(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global step, _runner
-        if Settings.of(self.vllm_config) is None:
-            return build(self, *args, **kwargs)
-        names = list(self.input_batch.req_ids)
-        boundaries = np.array([_boundaries[x] for x in names], np.int64)
-        step, _runner = StepBatch(names, boundaries), self
+        global _running
+        if (own := _state_of(self)) is not None:
+            names = list(self.input_batch.req_ids)
+            boundaries = np.array([own.boundaries[x] for x in names], np.int64)
+            own.step, _running = StepBatch(names, boundaries), weakref.ref(self)
         return build(self, *args, **kwargs)
 
     noting.mmkv = True  # type: ignore[attr-defined]

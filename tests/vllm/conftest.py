@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm_engines import BLOCK, CHAT, HEADS, LAYERS, SCORES, VOCAB, Engine
+from vllm_engines import BLOCK, CHAT, HEADS, LAYERS, SCORES, VOCAB, Engine, collect
 
 if find_spec("xgrammar") and find_spec("vllm"):  # before vLLM is imported
     os.environ |= {
@@ -59,9 +59,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fast.save_pretrained(folder)
     Profile(policy="condense", samples=1, retrieval=SCORES).save(folder / "probe.json")
     return folder
-
-
-collect = gc.collect
 
 
 @pytest.fixture(scope="session", autouse=True)

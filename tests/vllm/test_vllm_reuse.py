@@ -57,7 +57,7 @@ def asking(engine: Engine, twin: Any) -> Iterator[Asking]:
     assert engine.all_free
     index = engine.pool.mmkv
     assert not any((index.boundaries, index.hits, index.reading))
-    assert not any(batch.seen.values())
+    assert not any(batch.state().seen.values())
 
 
 def last(ids: list[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -15,7 +16,7 @@ pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
 import vllm_reference
 from vllm.v1.worker import gpu_worker
-from vllm_engines import BLOCK, HEADS, LAYERS, SCORES, Engine, prompts, sampling
+from vllm_engines import BLOCK, HEADS, LAYERS, SCORES, Engine, collect, prompts, sampling
 from vllm_reference import Reference
 
 from mmkv.profiles import Profile
@@ -57,7 +58,7 @@ def check_batch(
     # And what is left out matters.
     assert sum(x != y for x, y in zip(replies_to_all, found, strict=True)) >= 4
     assert engine.all_free
-    assert not any(batch.seen.values())
+    assert not any(batch.state().seen.values())
 
 
 @pytest.mark.parametrize(
@@ -148,13 +149,13 @@ class TestCondense:
             requests.add_request(f"r{i}", {"prompt_token_ids": x}, sampling(30))
         for _ in range(4):  # in the middle of a prompt
             requests.step()
-        assert any(batch.seen.values())
+        assert any(batch.state().seen.values())
         requests.abort_request([f"r{i}" for i in range(4)])
         for _ in range(2):
             requests.step()
         engine.generate(prompts(40), 2)
         assert engine.all_free
-        assert not any(batch.seen.values())
+        assert not any(batch.state().seen.values())
 
 
 def test_preempted_requests_are_read_again_and_right(start: Any, twin: Any) -> None:
@@ -198,6 +199,32 @@ def test_a_compiled_engine_equals_transformers(
         assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
 
 
+def ask_two_engines(start: Any) -> tuple[list[list[int]], list[list[int]], list[Any]]:
+    """Ask two engines alone, and by one request id at once; return replies and their runners."""
+    (first,), (second,) = prompts(522, seed=1), prompts(522, seed=2)
+    with start(SNAPKV) as a, start(SNAPKV) as b:
+        alone, together = [a.generate([first], 8)[0], b.generate([second], 8)[0]], [[], []]
+        engines = [x.llm.llm_engine for x in (a, b)]
+        for engine, ids in zip(engines, (first, second), strict=True):
+            engine.add_request("same", {"prompt_token_ids": ids}, sampling(8))
+        while any(engine.has_unfinished_requests() for engine in engines):
+            for engine, reply in zip(engines, together, strict=True):
+                for output in engine.step():
+                    reply[:] = output.outputs[0].token_ids
+        runners = [x.core.model_executor.driver_worker.worker.model_runner for x in (a, b)]
+        return alone, together, [weakref.ref(x) for x in runners]
+
+
+def test_two_engines_with_equal_request_ids_are_apart_and_freed(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    alone, together, runners = ask_two_engines(start)
+    assert together == alone
+    collect()
+    assert [runner() for runner in runners] == [None, None]
+
+
 def test_a_second_model_and_reloaded_weights_change_the_scores(
     start: Any, twin: Any, tiny: Path, tmp_path: Path
 ) -> None:
@@ -215,9 +242,9 @@ def test_a_second_model_and_reloaded_weights_change_the_scores(
                 engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny)})
                 expected = reference(engine, twin, "condense")
                 assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
-            assert batch.of_output_weights.cache_info().currsize > 0
-            worker = MagicMock()  # transfers of weights need a GPU
+            assert batch.state().computed
+            worker = MagicMock(model_runner=batch.runner())  # transfers of weights need a GPU
             with patch.object(gpu_worker, "set_current_vllm_config"):
                 gpu_worker.Worker.finish_weight_update(worker)
             worker.weight_transfer_engine.finish_weight_update.assert_called_once()
-            assert batch.of_output_weights.cache_info().currsize == 0
+            assert not batch.state().computed

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
+
+collect = gc.collect  # the fixture `no_search_for_garbage` replaces it
 
 LAYERS, HEADS, VOCAB, BLOCK = 4, 4, 512, 32
 # Copy scores: with a budget of 0.3 two heads keep all, two about a half, and so on.
