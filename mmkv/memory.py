@@ -55,8 +55,17 @@ def _parsed(text: str) -> float:
         return float(text[:-1]) / 100
     if text.lower().endswith("x"):
         return 1 / float(text[:-1])
-    above, _, below = text.partition("/")
-    return float(above) / float(below or 1)
+    return ratio(text)
+
+
+def ratio(text: str) -> float:
+    """Return the number of a text such as "1/16" or "0.06".
+
+    Raises:
+        ValueError, ZeroDivisionError: it is no number.
+    """
+    above, slash, below = text.partition("/")
+    return float(above) / float(below) if slash else float(above)
 
 
 # The memory of `mmkv.wrap(model)` without a size: of a 16-bit model, a fifth of the tokens in 8

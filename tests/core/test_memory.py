@@ -73,6 +73,7 @@ def test_a_share_is_a_number_or_a_text(given, share):
         "x",
         "120%",
         "1/0",
+        "1/",
     ],
 )
 def test_invalid_share_raises(given):
