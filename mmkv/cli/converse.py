@@ -23,7 +23,7 @@ HELP = """\
 /budget 0.2               keep this fraction of the prompt
 /memory 6%                keep the prompt in this share of the full cache's bytes
 /kv-dtype int8            store the cache in 8 or 4 bits (int4); none: in the model's type
-/clear                    forget the conversation and free its caches
+/clear                    forget the conversation, but not its picture
 /quit                     leave (or end the input)
 Anything else is a question; Ctrl-C stops an answer."""
 
@@ -87,7 +87,7 @@ class Lines:
         from mmkv import budgets
         from mmkv.demo.conversation import Conversation
         from mmkv.loading.untrusted import read_named_picture
-        from mmkv.memory import Memory
+        from mmkv.memory import BITS, Memory
         from mmkv.policy_options import parse_options
 
         match name, words:
@@ -103,11 +103,14 @@ class Lines:
             case "memory", [text]:
                 self._set(budget=Memory.of(text), kv_dtype=None)
             case "kv-dtype", [text]:
+                if text not in ("none", *BITS):
+                    raise ValueError(f"/kv-dtype {text}: expected {', '.join(BITS)} or none")
                 self._set(kv_dtype=None if text == "none" else text)
             case "clear", _:
                 self.conversation = Conversation(self.conversation.loaded)
                 self.asked = True  # so that the next picture is a new one
-                write(self.screen, "conversation cleared", "dim")
+                left = "; the picture stays, /image replaces it" if self.pictures else ""
+                write(self.screen, f"conversation cleared{left}", "dim")
             case _ if name in ("", "help") or f"/{name}" in HELP.split():
                 write(self.screen, HELP, "dim")
             case _:

@@ -78,6 +78,7 @@ def test_commands_change_settings(loaded):
     )
     assert refused == 0
     assert out.count("full cache: ") == 2  # the picture can be asked about again
+    assert out.count("conversation cleared; the picture stays") == 2
     assert "from now on snapkv 0.3\n" in out
     assert "from now on snapkv 0.5\n" in out
     assert "snapkv 0.5 in int8: " in out
@@ -129,7 +130,7 @@ def test_a_type_beside_a_share_of_bytes_is_refused(loaded):
         ("/policy nosuch", "unknown policy 'nosuch'"),
         ("/policy snapkv windw=3", "'windw'"),
         ("/budget much", "much"),
-        ("/kv-dtype int3", "kv_dtype='int3'"),
+        ("/kv-dtype int3", "expected int8, int4 or none"),
     ],
     ("/image nowhere.png", "nowhere.png"),
 )
