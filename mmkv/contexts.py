@@ -109,11 +109,15 @@ class Context:
 
         Raises:
             ValueError: the context has several rows and the number of questions differs; the model
-                was wrapped again since; a text or messages without a processor; or several beams or
-                replies for a picture after pictures.
+                was wrapped again since; a text or messages without a processor; several beams or
+                replies for a picture after pictures; or an option that the context gives itself.
         """
         question, _ = self._encoded(inputs, processor, ends=True)
         arguments = self.arguments_for(question)
+        if given := sorted(options.keys() & arguments.keys()):
+            raise ValueError(
+                f"{given[0]}: a context gives it to `generate` by itself: leave it out"
+            )
         start = arguments["input_ids"].shape[1]
         # What one leaves unset `generate` takes from the next.
         configs = options.get("generation_config"), self.model.generation_config

@@ -90,6 +90,8 @@ def test_questions_at_once_equal_one_by_one(models, policy):
         alone = [ask(context, q) for q in questions]
         logits, words, _ = ask(context, padded(*questions))
         again = ask(context, questions[0])
+        with pytest.raises(ValueError, match=r"attention_mask: a context gives it .* leave it out"):
+            ask(context, questions[0], attention_mask=None)
     for i, (one, tokens, _) in enumerate(alone):
         torch.testing.assert_close(logits[:, i], one[:, 0], atol=1e-4, rtol=0)
         assert torch.equal(words[i], tokens[0])
