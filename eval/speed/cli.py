@@ -219,7 +219,8 @@ def plan_command(
     name = " ".join(filter(None, (policy, kept, config.kv_dtype)))
     if isinstance(size, Memory) and not chosen.keeps_all:
         least = "at least " if config.waits_for_probe else ""
-        name = f"{policy}, memory {size}: {least}{kept} of the tokens in {config.kv_dtype or dtype}"
+        share = f"{least}{config.budget:.1%} of tokens"
+        name = f"{policy}, memory {size}: {share} in {config.kv_dtype or dtype}"
     cells = {"full cache": plain.cells(load), name: smaller.cells(load)}
     rows = [(label, [*figures.values()]) for label, figures in cells.items()]
     title = (

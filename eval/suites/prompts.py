@@ -52,7 +52,7 @@ def _read(path: Path) -> Iterator[list[tuple[str, str]]]:
     if path.suffix == ".jsonl":
         yield from map(_conversation, files.read_lines(path))
         return
-    if path.suffix != ".txt":
+    if path.suffix != ".txt" and path.exists():
         raise DataError(f"{path}: expected a .txt file, a prompt a line, or .jsonl")
     text = files.read_text(path)
     blocks = re.split(r"(?m)^[ \t]*---[ \t]*$", text)

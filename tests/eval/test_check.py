@@ -227,6 +227,10 @@ class TestPrompts:
     def test_prompts_are_lines_or_blocks_between_dashes(self, tmp_path, name, text, said):
         assert [x.prompt for x in self.read(tmp_path, name, text)] == said
 
+    def test_missing_file_raises(self, tmp_path):
+        with pytest.raises(ValueError, match="none: no such file"):
+            load_suite("prompts", tmp_path / "none")
+
     def test_conversations_pass_the_template_whole(self, tmp_path):
         turns = [("system", "Be brief."), ("user", "w5"), ("assistant", "w6"), ("user", "w7")]
         messages = [{"role": role, "content": text} for role, text in turns]
