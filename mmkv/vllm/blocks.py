@@ -167,9 +167,9 @@ class Index:
             return request.mmkv_boundary
         last = last_boundary(request.num_prompt_tokens, self.size)
         params = request.sampling_params
-        given = ((params.extra_args if params else None) or {}).get("mmkv_prefix")
+        given = ((params.extra_args if params else None) or {}).get("mmkv_prefix", 0)
         shared = self._shared(request.block_hashes[: last // self.size])
-        if type(given) is int and given >= self.size:  # the caller knows what later prompts share
+        if given >= self.size:  # the caller knows what later prompts share
             shared = min(last // self.size, given // self.size)
         at = shared * self.size
         request.mmkv_boundary = at if last - at <= TAIL * last else last

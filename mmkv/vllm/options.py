@@ -66,23 +66,39 @@ def register() -> None:
     if supported():
         from vllm.v1.engine.input_processor import InputProcessor
 
-        InputProcessor.process_inputs = _whole_prompts(InputProcessor.process_inputs)
+        InputProcessor.process_inputs = _checked(InputProcessor.process_inputs)
 
 
-def _whole_prompts(original: Any) -> Any:
-    """Return `InputProcessor.process_inputs`, which refuses prompts that arrive in pieces.
+def _checked(original: Any) -> Any:
+    """Return `InputProcessor.process_inputs` with a check of each request.
 
-    Each piece would be compressed where the prompt ends at the time, and earlier ones not again.
+    It refuses prompts that arrive in pieces, as each piece would be compressed where the prompt
+    ends at the time, and earlier ones not again; and an `mmkv_prefix` that is no number.
     """
 
     @functools.wraps(original)
-    def process(self: Any, *args: Any, resumable: bool = False, **kwargs: Any) -> Any:
-        if resumable and Settings.of(self.vllm_config) is not None:
-            raise ValueError(
-                "mmkv in vLLM does not support prompts in pieces (StreamingInput): send the whole "
-                "prompt at once"
-            )
-        return original(self, *args, resumable=resumable, **kwargs)
+    def process(
+        self: Any,
+        request_id: str,
+        prompt: Any,
+        params: Any,
+        *args: Any,
+        resumable: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        if Settings.of(self.vllm_config) is not None:
+            if resumable:
+                raise ValueError(
+                    "mmkv in vLLM does not support prompts in pieces (StreamingInput): send the "
+                    "whole prompt at once"
+                )
+            prefix = (getattr(params, "extra_args", None) or {}).get("mmkv_prefix", 0)
+            if type(prefix) is not int:
+                raise ValueError(
+                    f"mmkv_prefix={prefix!r}: expected how many first tokens later prompts share, "
+                    "such as 480"
+                )
+        return original(self, request_id, prompt, params, *args, resumable=resumable, **kwargs)
 
     return process
 

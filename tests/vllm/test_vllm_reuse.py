@@ -80,10 +80,16 @@ def test_a_named_prefix_serves_the_second_question(ask: Any) -> None:
     assert ask(document + questions[1], 480)[1] == 480
 
 
-@pytest.mark.parametrize("given", ["much", -3, 5, 160, True, 10**6])
-def test_a_prefix_that_cannot_be_used_changes_nothing(ask: Any, given: Any) -> None:
+@pytest.mark.parametrize("given", [-3, 5, 160, 10**6])
+def test_a_prefix_that_cannot_be_used_changes_nothing(ask: Any, given: int) -> None:
     (ids,) = prompts(300, seed=7)
     assert ask(ids, last(ids), mmkv_prefix=given)[1] == 0
+
+
+@pytest.mark.parametrize("given", ["480", 480.0, True])
+def test_a_prefix_that_is_no_number_raises(ask: Any, given: Any) -> None:
+    with pytest.raises(ValueError, match=r"mmkv_prefix=.*: expected how many first tokens"):
+        ask([7] * 40, 32, mmkv_prefix=given)
 
 
 def test_turns_of_a_chat_read_what_is_new(ask: Any) -> None:
