@@ -186,7 +186,10 @@ def _of_layer(settings: Settings, given: dict[str, Any]) -> SplitAttention | Non
         return None
     for name in ("alibi_slopes", "logits_soft_cap", "head_size_v", "sinks"):
         if given.get(name) not in (None, 0, given["head_size"] if name == "head_size_v" else None):
-            raise ValueError(f"mmkv in vLLM: layer {layer} has {name}, which is not supported")
+            raise ValueError(
+                f"mmkv in vLLM does not support {name}, which layer {layer} has: serve this model "
+                "without mmkv"
+            )
     given.setdefault("num_kv_heads", given["num_heads"])
     return SplitAttention(settings, layer, given)
 
