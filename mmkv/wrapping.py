@@ -145,8 +145,8 @@ def probe(model: nn.Module) -> profiles.Profile:
         attention, in [0, 1], that each head gives to what it can copy.
 
     Raises:
-        ValueError: a model that cannot be wrapped, one with too few tokens or positions, or whose
-            heads are spread over processes.
+        ValueError: a model that cannot be wrapped, one with too few tokens or positions, one that
+            overflows, or whose heads are spread over processes.
     """
     with nullcontext() if is_wrapped(model) else wrapped(model, "full"):
         return measure(attachment_of(model))

@@ -84,8 +84,8 @@ def measure(attachment: Attachment) -> Profile:
     """Return the copy scores of a wrapped model's compressed layers, as a profile.
 
     Raises:
-        NoProbeError: the model has too few tokens or positions for the probe, or its heads are
-            spread over processes.
+        NoProbeError: the model has too few tokens or positions for the probe, it overflows, or its
+            heads are spread over processes.
     """
     parts, config = attachment.parts, attachment.parts.config
     if parts.ranks > 1:
@@ -104,6 +104,11 @@ def measure(attachment: Attachment) -> Profile:
     decoder: Any = parts.decoder
     with collecting(copies), torch.no_grad():
         decoder.forward(input_ids=ids, use_cache=False)
+    if not all(bool(layer.isfinite().all()) for layer in copies.scores.values()):
+        raise NoProbeError(
+            "the copy probe found attention that is not finite: this model overflows in "
+            f"{parts.dtype}. Load it in another type, give a profile, or heads='uniform'"
+        )
     scores = tuple(tuple(round(float(r), 4) for r in layer) for layer in copies.scores.values())
     shape = adapters.shape(config)
     return Profile(policy="condense", samples=1, model=shape, retrieval=scores)

@@ -237,15 +237,19 @@ def test_offloaded_weights_are_probed(hooks):
             "reads 16 random tokens twice, and this model has 30 positions",
         ),
         (lambda model: setattr(model, "_tp_size", 2), "each of 2 processes has its own heads"),
+        (
+            lambda model: model.model.layers[1].self_attn.q_proj.weight.data.fill_(torch.inf),
+            "overflows in torch.float32",
+        ),
     ],
-    ids=["too small", "spread"],
+    ids=["too small", "spread", "overflow"],
 )
 def test_impossible_probe_gives_equal_heads_and_a_warning(caplog, change, said):
     change(model := make_model("llama"))
     with caplog.at_level(logging.WARNING), mmkv.wrapped(model, budget=0.2):
         assert model._mmkv.plan.equal_heads
     assert said in caplog.text
-    with pytest.raises(ValueError, match=r"30 positions|each of 2 processes"):
+    with pytest.raises(ValueError, match=r"30 positions|each of 2 processes|overflows"):
         mmkv.probe(model)
 
 
