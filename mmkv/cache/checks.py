@@ -12,7 +12,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from mmkv import adapters
 from mmkv.cache.config import CacheConfig
-from mmkv.cache.layer import CompressedLayer, KeptKV
+from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.prompt_kv import PromptKV
 
 if TYPE_CHECKING:
@@ -147,14 +147,15 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
 def _merged(cache: CacheState, layer: CompressedLayer) -> Tensor | None:
     """Return which tokens some head of a layer has merged with others, bool [B, T].
 
-    None if the policy merges none. Pairs that are averages do not tell their tokens, so all evicted
-    tokens count there, also those that decoding dropped.
+    None if the policy merges none. An averaged pair does not record its tokens, so there all
+    evicted tokens count, also those that decoding dropped.
     """
-    merge, state = cache.plan.policy.merge, layer.state
-    if merge is None or cache.masks is None or not isinstance(state, KeptKV):
+    merge, state = cache.plan.policy.merge, layer.keeping()
+    if merge is None:
         return None
     if merge.weighted:
         return None if state.group_index is None else (state.group_index.leaders() >= 0).any(1)
+    assert cache.masks is not None
     shares = state.shares(layer.seen)[..., : cache.masks.valid.shape[1]]
     return (shares == 0).any(1)
 
