@@ -317,7 +317,7 @@ def prepare_positions(
             f"the cache has seen {cache.get_seq_length()} tokens, and there are "
             f"{positions.shape[-1]}: give all that it has seen, and at least one more. To go on "
             "from an earlier turn, for example after an error, continue a copy.deepcopy(cache) "
-            "made there"
+            "made then"
         )
     if cache is not None and ids.ndim == 2 and ids.shape[1] == positions.shape[-1]:
         checks.check_read(cache, ids, mask)

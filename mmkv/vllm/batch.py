@@ -34,7 +34,7 @@ class StepBatch:
 
 @dataclass
 class State:
-    """What a model runner's attention knows beside its layers.
+    """The plugin's state for one model runner of vLLM.
 
     Attributes:
         step: the batch of the step that runs.
@@ -65,7 +65,7 @@ class State:
         return self.computed[key]
 
 
-# A weak reference to the model runner whose step runs, as an engine that has ended is to be freed.
+# The model runner whose step runs; a weak reference, so that an engine that has ended is freed.
 _running: Any = None
 
 
@@ -79,11 +79,11 @@ def state() -> State:
     return runner().mmkv
 
 
-def _state_of(runner: Any) -> State | None:
-    """Return a model runner's state, which lives as long as it; None if the plugin is off."""
-    if not hasattr(runner, "mmkv"):
-        runner.mmkv = None if Settings.of(runner.vllm_config) is None else State()
-    return runner.mmkv
+def _state_of(model_runner: Any) -> State | None:
+    """Return the state of a model runner, made if needed; None if the plugin is off."""
+    if not hasattr(model_runner, "mmkv"):
+        model_runner.mmkv = None if Settings.of(model_runner.vllm_config) is None else State()
+    return model_runner.mmkv
 
 
 def image_tokens(request: str, length: int) -> Tensor:
@@ -151,8 +151,8 @@ def _clearing(replaces: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return replaces(self, *args, **kwargs)
         finally:
-            if (of_runner := _state_of(getattr(self, "model_runner", self))) is not None:
-                of_runner.computed.clear()
+            if (own := _state_of(getattr(self, "model_runner", self))) is not None:
+                own.computed.clear()
 
     return replacing
 

@@ -215,7 +215,7 @@ def ask_two_engines(start: Any) -> tuple[list[list[int]], list[list[int]], list[
         return alone, together, [weakref.ref(x) for x in runners]
 
 
-def test_two_engines_with_equal_request_ids_are_apart_and_freed(
+def test_two_engines_with_equal_request_ids_do_not_mix_and_are_freed(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
