@@ -14,9 +14,8 @@ from typing import Any, SupportsFloat, TypeVar
 from torch import nn
 
 from mmkv import adapters, profiles
-from mmkv.attach import attention
+from mmkv.attach import attention, copy_probe
 from mmkv.attach.attachment import Attachment, attachment_of
-from mmkv.attach.copy_probe import measure
 from mmkv.calls import unwrap_container
 from mmkv.memory import Memory
 from mmkv.planning import make_plan
@@ -149,7 +148,7 @@ def probe(model: nn.Module) -> profiles.Profile:
             overflows, or whose heads are spread over processes.
     """
     with nullcontext() if is_wrapped(model) else wrapped(model, "full"):
-        return measure(attachment_of(model))
+        return copy_probe.measure(attachment_of(model))
 
 
 def unwrap(model: M) -> M:
