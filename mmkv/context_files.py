@@ -29,7 +29,7 @@ from mmkv.cache.forward_pass import Decoding
 from mmkv.cache.layer import CompressedLayer
 from mmkv.cache.packed import Spec, check_rows, layout, packed, unpacked
 
-FORMAT, VERSION = "mmkv-context", 8
+FORMAT, VERSION = "mmkv-context", 9
 # The entries of a header, with their types.
 _HEADER = {
     "version": int,

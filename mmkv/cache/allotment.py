@@ -84,11 +84,12 @@ def empty_slots(plan: CacheConfig, length: int) -> float | None:
     n_layers, pinned = len(table.layers), min(length, policy.window_size + policy.sinks)
     total = max(plan.total_kept(n_layers, length), n_layers * pinned)
     rows = SizeInputs(totals=[total], lengths=[length], pinned=[pinned], n_layers=n_layers)
+    share = plan.share_kept(n_layers, length, pinned)
     slots, n_kept, n_heads = 0, 0, 1
     sizes = fit(plan.layer_sizes(rows)[0], total, floor=pinned, max_size=length)
     for i, size in enumerate(sizes):
         mean, most = size - pinned, length - pinned
-        targets = table.head_sizes(i, mean, most)
+        targets = table.head_sizes(i, mean, most, share)
         n_heads = len(targets)
         counts = pinned + np.array(fit(targets, n_heads * mean, max_size=most))
         slots += sum(len(x) * int(counts[x].max()) for x in group_rows(counts))

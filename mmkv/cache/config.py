@@ -121,6 +121,11 @@ class CacheConfig:
         """
         return max(self._share(n_layers, length), n_layers * min(max(1, self.kept_whole), length))
 
+    def share_kept(self, n_layers: int, length: int, pinned: int) -> float:
+        """Return the share of a row's tokens, without pinned ones, that all layers keep."""
+        total = max(self.total_kept(n_layers, length), n_layers * pinned)
+        return (total - n_layers * pinned) / (n_layers * max(1, length - pinned))
+
     def _share(self, n_layers: int, length: int) -> int:
         """Return a budget that is a fraction over all layers, in tokens per head, else 0."""
         if self.allotment is not None:

@@ -26,6 +26,9 @@ Weights = tuple[tuple[float, ...], ...]
 # Names of the profiles that `mmkv.wrap` reads from a model's folder.
 FILE = "mmkv-profile.json"
 VISUAL_FILE = "mmkv-visual-heads.json"
+# The power of copy scores under budgets that are too small for the head that copies most to keep
+# the whole prompt. Without it SmolLM2 loses planted numbers (docs/quality-more.md).
+SCARCE_POWER = 1.5
 # The notice about `VisualHeads` without a profile.
 NO_VISUAL_PROFILE = (
     "{policy} has no profile of visual heads and gives all heads the same size: measure one "
@@ -35,48 +38,74 @@ NO_VISUAL_PROFILE = (
 
 @dataclass(frozen=True)
 class HeadTable:
-    """The sizes of all heads, in proportion to `weights` [L][H] of the L compressed layers.
+    """The sizes of all heads, in proportion to `scores` [L][H] of the L compressed layers.
 
     A head keeps at most the whole prompt. Pinned tokens, such as those of the observation window,
     are added to each head's size.
 
     Attributes:
-        weights: not negative.
+        scores: not negative.
         layers: the indices of the layers in the model.
         sizes_layers: whether a layer's size is the mean of its heads' sizes; else the policy sizes
             layers, and the table splits them.
+        floor: what is added to the scores, see `weights`.
+        power: that of the scores under a small budget, see `weights`.
     """
 
-    weights: Weights
+    scores: Weights
     layers: tuple[int, ...]
     sizes_layers: bool
+    floor: float = 0.0
+    power: float = 1.0
 
     @classmethod
-    def of(cls, policy: Policy, weights: Weights, layers: tuple[int, ...]) -> HeadTable:
+    def of(
+        cls, policy: Policy, scores: Weights, layers: tuple[int, ...], **options: float
+    ) -> HeadTable:
         """Make the table, which sizes layers too, unless a part of the policy does."""
-        return cls(weights, layers, isinstance(policy.layers, UniformLayers))
+        return cls(scores, layers, isinstance(policy.layers, UniformLayers), **options)
+
+    def weights(self, share: float) -> list[list[float]]:
+        """Return weights [L][H], to which the sizes of heads are proportional: score plus floor.
+
+        `share` is the mean share of the tokens, without pinned ones, that a head keeps. If it is
+        too small for the head of the largest score to keep all tokens, scores count by their
+        `power`: the heads that copy most are larger then, and those that copy a little are smaller.
+        """
+        flat = [score + self.floor for layer in self.scores for score in layer]
+        largest = share * max(flat) * len(flat) / sum(flat)
+        power = self.power if largest < 0.999 else 1.0
+        return [[score**power + self.floor for score in layer] for layer in self.scores]
 
     def layer_sizes(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
         """Return each layer's size, [B][L]: pinned tokens, and its heads' share of the rest."""
-        H, L, layer_sizes = len(self.weights[0]), rows.n_layers, list[list[float]]()
-        flat = [w for layer in self.weights for w in layer]
+        H, L, layer_sizes = len(self.scores[0]), rows.n_layers, list[list[float]]()
         for total, length, pinned in zip(rows.totals, rows.lengths, rows.pinned, strict=True):
-            sizes = proportional(flat, H * (total - L * pinned), length - pinned)
+            free = total - L * pinned
+            share = free / (L * max(1, length - pinned))
+            flat = [w for layer in self.weights(share) for w in layer]
+            sizes = proportional(flat, H * free, length - pinned)
             layer_sizes.append([pinned + sum(sizes[i * H : (i + 1) * H]) / H for i in range(L)])
         return layer_sizes
 
-    def head_sizes(self, index: int, mean: int, max_size: int) -> Sequence[float]:
-        """Return the sizes of the heads of layer `index` of the L, of this mean, in tokens."""
-        weights = self.weights[index]
+    def head_sizes(self, index: int, mean: int, max_size: int, share: float) -> Sequence[float]:
+        """Return the sizes of the heads of layer `index` of the L, of this mean, in tokens.
+
+        `share` is that of all layers, see `weights`.
+        """
+        weights = self.weights(share)[index]
         return proportional(weights, len(weights) * mean, max_size)
 
-    def split(self, n_candidates: Tensor, H: int, layer_idx: int, totals: Tensor) -> Tensor:
+    def split(
+        self, n_candidates: Tensor, H: int, layer_idx: int, shares: Sequence[float], totals: Tensor
+    ) -> Tensor:
         """Split a layer's size among its H heads, all on the host.
 
         Args:
             n_candidates: int64 [B], the most tokens that a head can keep.
             H: the number of heads; 1 if no token is dropped, as heads are not scored then.
             layer_idx: the index of the layer.
+            shares: [B], the share of the tokens that all layers keep, see `weights`.
             totals: int64 [B], what all heads keep together.
 
         Returns:
@@ -87,8 +116,9 @@ class HeadTable:
         """
         index = self.layers.index(layer_idx)
         sizes = list[list[int]]()
-        for mean, n in zip((totals // H).tolist(), n_candidates.tolist(), strict=True):
-            targets = self.head_sizes(index, mean, n) if mean else [0.0] * H
+        rows = (totals // H).tolist(), n_candidates.tolist(), shares
+        for mean, n, share in zip(*rows, strict=True):
+            targets = self.head_sizes(index, mean, n, share) if mean else [0.0] * H
             if len(targets) != H:
                 raise ValueError(f"profile: it has {len(targets)} heads a layer, this model {H}")
             sizes.append(fit(targets, H * mean, max_size=n))
@@ -150,7 +180,8 @@ def by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Head
     """Return the table of copy scores [L][H] of the compressed `layers`; None if no head copies.
 
     Head u keeps the share `min(1, c * (r_u + floor))` of the prompt, with c such that the mean is
-    the budget. Pinned tokens, such as those of the observation window, are added.
+    the budget; see `HeadTable.weights`. Pinned tokens, such as those of the observation window, are
+    added.
 
     Raises:
         ValueError: the policy's score ranks tokens once for all heads of a layer.
@@ -159,8 +190,7 @@ def by_copying(policy: Policy, scores: Weights, layers: tuple[int, ...]) -> Head
     chosen.check(policy)
     if max(map(max, scores)) < chosen.copying:
         return None
-    weights = tuple(tuple(r + chosen.floor for r in layer) for layer in scores)
-    return HeadTable.of(policy, weights, layers)
+    return HeadTable.of(policy, scores, layers, floor=chosen.floor, power=SCARCE_POWER)
 
 
 @register_part("visual")

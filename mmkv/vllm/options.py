@@ -313,7 +313,7 @@ def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) 
                 "use 'heads': 'uniform'"
             )
         if (table := by_copying(policy, scores, tuple(layers))) is not None:
-            flat = [weight for of_layer in table.weights for weight in of_layer]
+            flat = [weight for of_layer in table.weights(budget) for weight in of_layer]
             shares = proportional(flat, budget * len(flat), 1.0)
             places = [(i, h) for i in layers for h in range(heads)]
             found = classes_of(dict(zip(places, shares, strict=True)), budget)

@@ -125,13 +125,37 @@ def test_sizes_are_proportional_to_copy_scores(probed):
     assert len(probed) == 1
 
 
+def test_scores_count_by_a_power_where_the_largest_head_cannot_keep_all():
+    """The mean of scores and floors is 0.22, so a head of 0.52 keeps all from 0.22 / 0.52 on."""
+    scores = ((0.5, 0.0), (0.3, 0.0))
+    table = HeadTable(scores, (0, 1), sizes_layers=True, floor=0.02, power=1.5)
+    for share, power in ((0.9, 1), (0.4232, 1), (0.42, 1.5), (0.05, 1.5)):
+        assert table.weights(share)[0] == pytest.approx([0.5**power + 0.02, 0.02])
+        assert table.weights(share)[1] == pytest.approx([0.3**power + 0.02, 0.02])
+    plain = HeadTable(scores, (0, 1), sizes_layers=True)
+    assert plain.weights(0.05) == [list(x) for x in scores]
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.15])
+def test_rows_of_a_batch_have_floors_of_their_own(budget):
+    """A budget in tokens is a larger share of the shorter row; layers and heads are sized alike."""
+    model, lengths = make_model("llama"), (300, 100)
+    options = {"heads": "retrieval", "window": 4, "sinks": 0, "profile": profile_of(model)}
+    sizes = []
+    for rows in (lengths, lengths[:1], lengths[1:]):
+        with mmkv.wrapped(model, "snapkv", round(budget * 100), **options):
+            cache = model(**make_inputs("llama", rows), use_cache=True).past_key_values
+        sizes.append(torch.stack([x.keeping().counts() for x in cache.compressed]))
+    assert torch.equal(sizes[0], torch.cat(sizes[1:], dim=1))
+
+
 def test_condense_uses_probe_unless_profile_is_given(probed):
     model = make_model("llama")
     with mmkv.wrapped(model, budget=0.2):
         assert isinstance(table_of(model), HeadTable)
     given = profile_of(model, ((0.5, 0.5), (0.0, 0.0), (0.0, 0.0)))
     with mmkv.wrapped(model, budget=0.2, profile=given):
-        assert table_of(model).weights[0] == (0.52, 0.52)
+        assert table_of(model).scores[0] == (0.5, 0.5)
     with mmkv.wrapped(model, budget=1.0), mmkv.wrapped(make_model("llama"), "snapkv", 0.5):
         pass
     assert len(probed) == 1, "nothing that keeps everything, and no other policy, is probed"
