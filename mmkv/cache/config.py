@@ -122,7 +122,12 @@ class CacheConfig:
         return max(self._share(n_layers, length), n_layers * min(max(1, self.kept_whole), length))
 
     def share_kept(self, n_layers: int, length: int, pinned: int) -> float:
-        """Return the share of a row's tokens, without pinned ones, that all layers keep."""
+        """Return the share of a row's tokens, without pinned ones, that all layers keep.
+
+        Without a budget, as with `retention`, that is not known before layers are sized: 1.
+        """
+        if self.budget is None:
+            return 1.0
         total = max(self.total_kept(n_layers, length), n_layers * pinned)
         return (total - n_layers * pinned) / (n_layers * max(1, length - pinned))
 

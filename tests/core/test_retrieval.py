@@ -136,6 +136,18 @@ def test_scores_count_by_a_power_where_the_largest_head_cannot_keep_all():
     assert plain.weights(0.05) == [list(x) for x in scores]
 
 
+def test_no_power_applies_where_retention_sizes_the_layers():
+    model, scores = make_model("llama"), ((0.3, 0.02), (0.9, 0.05), (0.2, 0.1))
+    options = {"retention": 0.5, "heads": "retrieval", "average_heads": False, "window": 4}
+    with mmkv.wrapped(model, "xkv", profile=profile_of(model, scores), **options):
+        cache = model(**make_inputs("llama", (300,)), use_cache=True).past_key_values
+    for layer, of_layer in zip(cache.compressed, scores, strict=True):
+        (counts,) = layer.keeping().counts().tolist()
+        free, weights = sum(counts) - 2 * 4, [r + 0.02 for r in of_layer]
+        for count, weight in zip(counts, weights, strict=True):
+            assert abs(count - 4 - free * weight / sum(weights)) <= 1.5
+
+
 def test_heads_of_a_batch_are_sized_as_those_of_its_rows():
     """A budget in tokens is a larger share of the shorter row, where scores count by no power."""
     model, lengths = make_model("llama"), (300, 100)
