@@ -13,7 +13,7 @@ from mmkv.eval.arguments import token_counter
 from mmkv.eval.prompts import encode_samples
 from mmkv.eval.suites.registry import load_suite
 from mmkv.profiles import Profile
-from mmkv.sizes.profiled import RetrievalHeads, proportional
+from mmkv.sizes.profiled import RetrievalHeads, by_copying, proportional
 from mmkv.vllm.classes import classes_of
 from mmkv.vllm.settings import Sizes
 
@@ -27,11 +27,13 @@ def main(name: str, budget: float, prompts: int = 16) -> None:
     scores = mmkv.probe(model).retrieval
     assert scores is not None
     places = [(i, h) for i, layer in enumerate(scores) for h in range(len(layer))]
-    weights = [scores[i][h] + RetrievalHeads().floor for i, h in places]
+    own, layers = mmkv.get_policy("condense", least=0), tuple(range(len(scores)))
+    if (table := by_copying(own, scores, layers)) is None:
+        raise SystemExit(f"{name} has no heads that copy, so all are of one class")
+    weights = [weight for layer in table.weights(budget) for weight in layer]
     targets = proportional(weights, budget * len(places), 1.0)
     classes = classes_of(dict(zip(places, targets, strict=True)), budget)
     shares = {place: x.share for x in classes for place in x.heads}
-    own = mmkv.get_policy("condense", least=0)
     of_classes = mmkv.get_policy("condense", least=0, heads=RetrievalHeads(floor=1e-9))
 
     def profile(sizes: list[float]) -> Profile:
