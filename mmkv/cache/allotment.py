@@ -82,7 +82,7 @@ def empty_slots(plan: CacheConfig, length: int) -> float | None:
     if table is None or policy.layers.needs:
         return None if plan.waits_for_probe or not plan.equal_heads else 0.0
     n_layers, pinned = len(table.layers), min(length, policy.window_size + policy.sinks)
-    total = max(plan.total_kept(n_layers, length), n_layers * pinned)
+    total = plan.total_kept(n_layers, length, pinned)
     rows = SizeInputs(totals=[total], lengths=[length], pinned=[pinned], n_layers=n_layers)
     share = plan.share_kept(n_layers, length, pinned)
     slots, n_kept, n_heads = 0, 0, 1

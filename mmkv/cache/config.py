@@ -22,7 +22,7 @@ from mmkv.cache.sampling import SampledSizes
 from mmkv.memory import Allotment
 from mmkv.parts import SizeInputs
 from mmkv.policy import Policy
-from mmkv.sizes.profiled import HeadTable, RetrievalHeads
+from mmkv.sizes.profiled import HeadTable, RetrievalHeads, free_share
 
 logger = logging.getLogger(__name__)
 
@@ -113,23 +113,24 @@ class CacheConfig:
         """The length up to which a row loses no token: `policy.least`, or a budget in tokens."""
         return self.budget if isinstance(self.budget, int) else self.policy.least
 
-    def total_kept(self, n_layers: int, length: int) -> int:
+    def total_kept(self, n_layers: int, length: int, pinned: int = 0) -> int:
         """Return how many tokens all layers keep together, in tokens per head.
 
         A budget given as a share is a share of the row's `length`. Each layer keeps at least
-        `kept_whole` tokens, or one, as a mean. Neither pinned tokens nor `retention` count here.
+        `kept_whole` tokens, or one, as a mean, and its `pinned` ones. `retention` does not count
+        here.
         """
-        return max(self._share(n_layers, length), n_layers * min(max(1, self.kept_whole), length))
+        least = max(min(max(1, self.kept_whole), length), pinned)
+        return max(self._share(n_layers, length), n_layers * least)
 
     def share_kept(self, n_layers: int, length: int, pinned: int) -> float:
-        """Return the share of a row's tokens, without pinned ones, that all layers keep.
+        """Return the mean share of a row's tokens, without pinned ones, that a head keeps.
 
         Without a budget, as with `retention`, that is not known before layers are sized: 1.
         """
         if self.budget is None:
             return 1.0
-        total = max(self.total_kept(n_layers, length), n_layers * pinned)
-        return (total - n_layers * pinned) / (n_layers * max(1, length - pinned))
+        return free_share(self.total_kept(n_layers, length, pinned), n_layers, length, pinned)
 
     def _share(self, n_layers: int, length: int) -> int:
         """Return a budget that is a fraction over all layers, in tokens per head, else 0."""
@@ -190,7 +191,7 @@ class CacheConfig:
         if self.budget is None:
             return None
         rows = zip(masks.lengths, masks.n_pinned, strict=True)
-        return [max(self.total_kept(n_layers, n) / n_layers, pinned) for n, pinned in rows]
+        return [self.total_kept(n_layers, *of_row) / n_layers for of_row in rows]
 
     def raised(self, length: int, n_layers: int, total: int | None = None) -> bool:
         """Return whether `policy.least`, not the budget, decides a row's size.

@@ -222,8 +222,8 @@ def ranked(
             *known, of_any = torch.stack([size, *(x.sum(-1) for x in marks)]).cpu()
             n_candidates = of_any[:, 0]
         host_size, n_pinned, n_present, n_protected = known
-        n_layers, rows = len(plan.table.layers), zip(masks.lengths, masks.n_pinned, strict=True)
-        shares = [plan.share_kept(n_layers, length, pinned) for length, pinned in rows]
+        n_layers, lengths = len(plan.table.layers), zip(masks.lengths, masks.n_pinned, strict=True)
+        shares = [plan.share_kept(n_layers, *of_row) for of_row in lengths]
         heads = partial(plan.table.split, n_candidates, len(size[0]), layer_idx, shares)
         host_size = split_sizes(heads, n_pinned, n_present, host_size, sizes)
         known = torch.stack([host_size, n_pinned, n_present, n_protected])

@@ -43,7 +43,7 @@ def sizes_of_rows(
     policy, kept, totals = plan.policy, [[n] * n_layers for n in masks.lengths], dict[int, int]()
     for row, evicts in enumerate(plan.evicting(masks)):
         length, n_pinned = masks.lengths[row], masks.n_pinned[row]
-        total = max(plan.total_kept(n_layers, length), n_layers * n_pinned)
+        total = plan.total_kept(n_layers, length, n_pinned)
         if evicts and total < n_layers * length:
             totals[row] = total
     lengths, pinned = ([x[row] for row in totals] for x in (masks.lengths, masks.n_pinned))

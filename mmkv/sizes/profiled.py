@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -26,8 +27,8 @@ Weights = tuple[tuple[float, ...], ...]
 # Names of the profiles that `mmkv.wrap` reads from a model's folder.
 FILE = "mmkv-profile.json"
 VISUAL_FILE = "mmkv-visual-heads.json"
-# The power of copy scores under budgets that are too small for the head that copies most to keep
-# the whole prompt. Without it SmolLM2 loses planted numbers (docs/quality-more.md).
+# Copy scores are raised to this power under budgets that are too small for the head that copies
+# most to keep the whole prompt. Without it SmolLM2 loses planted numbers (docs/quality-more.md).
 SCARCE_POWER = 1.5
 # The notice about `VisualHeads` without a profile.
 NO_VISUAL_PROFILE = (
@@ -49,7 +50,7 @@ class HeadTable:
         sizes_layers: whether a layer's size is the mean of its heads' sizes; else the policy sizes
             layers, and the table splits them.
         floor: what is added to the scores, see `weights`.
-        power: that of the scores under a small budget, see `weights`.
+        power: to which scores are raised under a small budget, see `weights`.
     """
 
     scores: Weights
@@ -65,33 +66,41 @@ class HeadTable:
         """Make the table, which sizes layers too, unless a part of the policy does."""
         return cls(scores, layers, isinstance(policy.layers, UniformLayers), **options)
 
-    def weights(self, share: float) -> list[list[float]]:
+    def weights(self, share: float) -> Weights:
         """Return weights [L][H], to which the sizes of heads are proportional: score plus floor.
 
         `share` is the mean share of the tokens, without pinned ones, that a head keeps. If it is
-        too small for the head of the largest score to keep all tokens, scores count by their
-        `power`: the heads that copy most are larger then, and those that copy a little are smaller.
+        too small for the head of the largest score to keep all tokens, scores are raised to `power`
+        first: the heads that copy most are larger then, and those that copy a little are smaller.
         """
-        flat = [score + self.floor for layer in self.scores for score in layer]
-        largest = share * max(flat) * len(flat) / sum(flat)
-        power = self.power if largest < 0.999 else 1.0
-        return [[score**power + self.floor for score in layer] for layer in self.scores]
+        plain, raised, enough = self._weights
+        return plain if share >= enough else raised
+
+    @cached_property
+    def _weights(self) -> tuple[Weights, Weights, float]:
+        """Both results of `weights`, and the share from which on the first one is returned."""
+        plain, raised = (
+            tuple(tuple(score**power + self.floor for score in layer) for layer in self.scores)
+            for power in (1.0, self.power)
+        )
+        flat = [weight for layer in plain for weight in layer]
+        # A little less than the mean weight by the largest one, as sizes are rounded to tokens.
+        return plain, raised, 0.999 * sum(flat) / (len(flat) * max(flat))
 
     def layer_sizes(self, rows: SizeInputs) -> Sequence[Sequence[float]]:
         """Return each layer's size, [B][L]: pinned tokens, and its heads' share of the rest."""
         H, L, layer_sizes = len(self.scores[0]), rows.n_layers, list[list[float]]()
         for total, length, pinned in zip(rows.totals, rows.lengths, rows.pinned, strict=True):
-            free = total - L * pinned
-            share = free / (L * max(1, length - pinned))
+            share = free_share(total, L, length, pinned)
             flat = [w for layer in self.weights(share) for w in layer]
-            sizes = proportional(flat, H * free, length - pinned)
+            sizes = proportional(flat, H * (total - L * pinned), length - pinned)
             layer_sizes.append([pinned + sum(sizes[i * H : (i + 1) * H]) / H for i in range(L)])
         return layer_sizes
 
     def head_sizes(self, index: int, mean: int, max_size: int, share: float) -> Sequence[float]:
         """Return the sizes of the heads of layer `index` of the L, of this mean, in tokens.
 
-        `share` is that of all layers, see `weights`.
+        `share` is the mean share that the heads of all layers keep, see `weights`.
         """
         weights = self.weights(share)[index]
         return proportional(weights, len(weights) * mean, max_size)
@@ -105,7 +114,7 @@ class HeadTable:
             n_candidates: int64 [B], the most tokens that a head can keep.
             H: the number of heads; 1 if no token is dropped, as heads are not scored then.
             layer_idx: the index of the layer.
-            shares: [B], the share of the tokens that all layers keep, see `weights`.
+            shares: [B], the mean share that the heads of all layers keep, see `weights`.
             totals: int64 [B], what all heads keep together.
 
         Returns:
@@ -123,6 +132,14 @@ class HeadTable:
                 raise ValueError(f"profile: it has {len(targets)} heads a layer, this model {H}")
             sizes.append(fit(targets, H * mean, max_size=n))
         return torch.tensor(sizes, device="cpu")
+
+
+def free_share(total: int, n_layers: int, length: int, pinned: int) -> float:
+    """Return the mean share of a row's tokens, without pinned ones, that a head keeps.
+
+    All layers together keep `total` of `length` tokens, in tokens per head.
+    """
+    return (total - n_layers * pinned) / (n_layers * max(1, length - pinned))
 
 
 def proportional(weights: Sequence[float], total: float, max_size: float) -> list[float]:
