@@ -125,7 +125,7 @@ def test_sizes_are_proportional_to_copy_scores(probed):
     assert len(probed) == 1
 
 
-def test_scores_count_by_a_power_where_the_largest_head_cannot_keep_all():
+def test_scores_are_raised_to_a_power_if_the_largest_head_cannot_keep_all():
     """The mean of scores and floors is 0.22, so a head of 0.52 keeps all from 0.22 / 0.52 on."""
     scores = ((0.5, 0.0), (0.3, 0.0))
     table = HeadTable(scores, (0, 1), sizes_layers=True, floor=0.02, power=1.5)
@@ -133,10 +133,10 @@ def test_scores_count_by_a_power_where_the_largest_head_cannot_keep_all():
         assert table.weights(share)[0] == pytest.approx([0.5**power + 0.02, 0.02])
         assert table.weights(share)[1] == pytest.approx([0.3**power + 0.02, 0.02])
     plain = HeadTable(scores, (0, 1), sizes_layers=True)
-    assert plain.weights(0.05) == [list(x) for x in scores]
+    assert plain.weights(0.05) == scores
 
 
-def test_no_power_applies_where_retention_sizes_the_layers():
+def test_scores_are_not_raised_where_retention_sizes_the_layers():
     model, scores = make_model("llama"), ((0.3, 0.02), (0.9, 0.05), (0.2, 0.1))
     options = {"retention": 0.5, "heads": "retrieval", "average_heads": False, "window": 4}
     with mmkv.wrapped(model, "xkv", profile=profile_of(model, scores), **options):
@@ -149,7 +149,7 @@ def test_no_power_applies_where_retention_sizes_the_layers():
 
 
 def test_heads_of_a_batch_are_sized_as_those_of_its_rows():
-    """A budget in tokens is a larger share of the shorter row, where scores count by no power."""
+    """A budget in tokens is a larger share of the shorter row, where scores are not raised."""
     model, lengths = make_model("llama"), (300, 100)
     options = {"heads": "retrieval", "window": 4, "sinks": 0, "profile": profile_of(model)}
     sizes = []
