@@ -21,28 +21,26 @@ def check_batch_size(batch_size: int | str) -> None:
 
 
 def harness_arguments(
-    policy: str, budget: float | int | str | None, profile: str | None, kwargs: dict[str, Any]
+    policy: str, budget: float | int | str | None, kwargs: dict[str, Any]
 ) -> tuple[float | int | None, dict[str, Any], dict[str, Any]]:
     """Return the budget, options of `mmkv.wrap` and the policy's with least=0, other arguments.
 
-    Without a budget or "memory", a share of bytes, it is a half of the tokens. "plugin" names a
-    file with policies or parts of the user, which is loaded first. Raises ValueError for an unknown
-    policy, option or size, for both sizes, or a file that registers nothing.
+    "memory" is a share of bytes. "plugin" names a file with policies or parts of the user, which is
+    loaded first. Raises ValueError for an unknown policy, option or size, for both sizes, or a file
+    that registers nothing.
     """
     if plugin := kwargs.get("plugin"):
         load_plugin(plugin)
     names = {*option_types(policy_class(policy)), KV_DTYPE}
     given_options = typed(policy, {k: v for k, v in kwargs.items() if k in names})
     policy_options = exact_share(policy) | given_options
-    chosen = get_policy(policy, **{k: v for k, v in policy_options.items() if k != KV_DTYPE})
-    size, memory = None, kwargs.get("memory")
+    get_policy(policy, **{k: v for k, v in policy_options.items() if k != KV_DTYPE})
+    size, memory = None if budget is None else number(budget), kwargs.get("memory")
+    if size is not None and (warning := note(size)):
+        logger.warning(warning)
     if memory is not None:
         if budget is not None:
             raise ValueError(f"memory={memory} stands in place of budget={budget}: give one")
         policy_options["memory"] = Memory.of(memory)
-    elif chosen.layers.retention is None and profile is None:
-        size = number(0.5 if budget is None else budget)
-        if warning := note(size):
-            logger.warning(warning)
     names |= {"memory", "plugin"}
     return size, policy_options, {k: v for k, v in kwargs.items() if k not in names}

@@ -35,8 +35,7 @@ class MMKV(_Base):
 
     Args:
         pretrained: the name of a model that reads text only, as for `mmkv.chat.load`, or a model.
-        policy, budget, profile: as for `mmkv.wrap`, which may raise ValueError; half of the tokens
-            by default.
+        policy, budget, profile: as for `mmkv.wrap`, which may raise ValueError.
         batch_size: a number; "auto" is not supported.
         kwargs: `memory`, the policy's options, what lm_eval's `hf` takes, and `plugin`: a Python
             file with policies or parts of your own.
@@ -45,13 +44,13 @@ class MMKV(_Base):
     def __init__(
         self,
         pretrained: Any,
-        policy: str = "prefixkv",
+        policy: str = "condense",
         budget: float | int | None = None,
         profile: str | None = None,
         batch_size: int | str = 1,
         **kwargs: Any,
     ) -> None:
-        size, policy_options, hf_args = harness_arguments(policy, budget, profile, kwargs)
+        size, policy_options, hf_args = harness_arguments(policy, budget, kwargs)
         check_batch_size(batch_size)
         if isinstance(pretrained, str):
             source = models.find(pretrained)

@@ -1,7 +1,7 @@
 """lmms-eval's tasks on compressed caches: a model named `mmkv`, found through an entry point.
 
     lmms-eval --model mmkv --tasks NAME \\
-        --model_args pretrained=PATH_OR_ID,policy=prefixkv,budget=0.2
+        --model_args pretrained=PATH_OR_ID,policy=condense,budget=0.2
 
 Tasks that generate are supported. The entry point (group `lmms_eval.models`) is `manifest`.
 """

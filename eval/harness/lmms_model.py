@@ -27,7 +27,7 @@ class MMKV(lmms):
 
     Args:
         pretrained, device, dtype, device_map: as for `mmkv.chat.load`.
-        policy, budget, profile: as for `mmkv.wrap`; half of the tokens by default.
+        policy, budget, profile: as for `mmkv.wrap`.
         batch_size: requests at once.
         options: `memory`, the policy's, and `plugin`: a Python file with policies or parts of
             your own.
@@ -38,7 +38,7 @@ class MMKV(lmms):
     def __init__(
         self,
         pretrained: str = DEFAULT_MODEL,
-        policy: str = "prefixkv",
+        policy: str = "condense",
         budget: float | int | str | None = None,
         profile: str | None = None,
         batch_size: int | str = 1,
@@ -47,7 +47,7 @@ class MMKV(lmms):
         device_map: str | None = None,
         **options: Any,
     ) -> None:
-        size, policy_options, unknown = harness_arguments(policy, budget, profile, options)
+        size, policy_options, unknown = harness_arguments(policy, budget, options)
         if unknown:
             raise ValueError(f"unknown arguments: {', '.join(unknown)}")
         check_batch_size(batch_size)

@@ -9,7 +9,7 @@ import pytest
 from helpers.picture_chat import make_picture_chat
 from mmkv.chat import Loaded
 from mmkv.eval.harness.arguments import harness_arguments
-from mmkv.memory import Memory
+from mmkv.memory import DEFAULT, Memory
 
 
 @pytest.fixture
@@ -23,21 +23,20 @@ def plugin(monkeypatch):
 
 
 def test_harness_arguments_are_split(caplog):
-    found = harness_arguments("xkv", "0.2", None, {"window": "4", "device": "cpu"})
+    found = harness_arguments("xkv", "0.2", {"window": "4", "device": "cpu"})
     assert found == (0.2, {"window": 4}, {"device": "cpu"})
-    assert harness_arguments("prefixkv", 0.5, "p.json", {})[0] is None
-    assert harness_arguments("xkv", "20%", None, {})[0] == 0.2
-    assert harness_arguments("xkv", None, None, {}) == (0.5, {}, {})
-    found = harness_arguments("xkv", None, None, {"memory": "1/8", "device": "cpu"})
+    assert harness_arguments("xkv", "20%", {})[0] == 0.2
+    assert harness_arguments("xkv", None, {}) == (None, {}, {})
+    found = harness_arguments("xkv", None, {"memory": "1/8", "device": "cpu"})
     assert found == (None, {"memory": Memory(0.125)}, {"device": "cpu"})
     with pytest.raises(ValueError, match=r"memory=8x stands in place of budget=0\.2: give one"):
-        harness_arguments("xkv", "0.2", None, {"memory": "8x"})
+        harness_arguments("xkv", "0.2", {"memory": "8x"})
     assert not caplog.records
-    assert harness_arguments("xkv", "1", None, {})[0] == 1
+    assert harness_arguments("xkv", "1", {})[0] == 1
     assert "one token" in caplog.text
     for bad in (("nothing", 0.5), ("xkv", 2.0), ("xkv", "x")):
         with pytest.raises(ValueError):
-            harness_arguments(*bad, None, {})
+            harness_arguments(*bad, {})
 
 
 @pytest.mark.usefixtures("registering")
@@ -53,10 +52,10 @@ def test_a_policy_from_a_file(tmp_path, plugin):
     model = plugin.MMKV(policy="mine", budget="0.3", device="cpu", **given)
     assert model.model._mmkv.plan.policy.name == "mine"
     for _ in range(2):  # a program may evaluate several models
-        found = harness_arguments("mine", 0.3, None, {**given, "dtype": "float32"})
+        found = harness_arguments("mine", 0.3, {**given, "dtype": "float32"})
         assert found == (0.3, {"window": 6}, {"dtype": "float32"})
     with pytest.raises(ValueError, match="no such file"):
-        harness_arguments("mine", 0.3, None, {"plugin": "mine"})
+        harness_arguments("mine", 0.3, {"plugin": "mine"})
 
 
 def test_lmms_model_accepts_policy_arguments(plugin):
@@ -65,6 +64,8 @@ def test_lmms_model_accepts_policy_arguments(plugin):
     assert (plan.policy.name, plan.policy.score.window, plan.budget) == ("snapkv", 6, 0.3)
     held = plugin.MMKV(policy="condense", memory="4x", device="cpu").model._mmkv.plan
     assert held.allotment.memory == Memory(0.25)
+    plan = plugin.MMKV(device="cpu").model._mmkv.plan
+    assert (plan.policy.name, plan.allotment.memory) == ("condense", DEFAULT)
     with pytest.raises(ValueError, match="batch_size='auto': a compressed"):
         plugin.MMKV(batch_size="auto")
     with pytest.raises(ValueError, match="unknown arguments: windw"):

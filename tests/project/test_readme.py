@@ -363,7 +363,7 @@ class TestCommands:
         assert given[0].model == "mmkv"
         arguments = dict(given[0].model_args)
         size, mine, rest = harness_arguments(
-            arguments.pop("policy"), arguments.pop("budget"), None, arguments
+            arguments.pop("policy"), arguments.pop("budget"), arguments
         )
         assert (size, mine, rest) == (0.2, {"window": 8}, {"pretrained": "PATH_OR_ID"})
 
