@@ -52,7 +52,7 @@ def eval_command(
             help="Names, or name:option=value:..., commas between; or all.",
             callback=checked(lambda text: text == "all" or check_variants(text)),
         ),
-    ] = "full,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv",
+    ] = "full,condense,local,streaming,h2o,elastic,snapkv,pyramidkv,adakv,squeeze,xkv,prefixkv",
     budgets: arguments.BudgetsOption = None,
     memory: arguments.MemoryOption = None,
     metrics: Annotated[
