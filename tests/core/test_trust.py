@@ -325,10 +325,15 @@ class TestWhatPoliciesAreGiven:
         with mmkv.wrapped(model, "squeeze", 0.5):
             _, words, cache, _ = generate(model, inputs, new=4)
         ids = torch.cat([inputs["input_ids"], words, words], dim=1)
-        for policy, budget in (("h2o", 0.5), ("squeeze", 0.4)):
+        for policy, budget, options, named in (
+            ("h2o", 0.5, {}, ""),
+            ("squeeze", 0.4, {}, ""),
+            ("squeeze", 0.5, {"p": 0.5}, r" \(p was 0.35 and is 0.5\)"),
+        ):
+            made = rf"made under policy='squeeze', budget=0.5.* now{named}: continue it"
             with (
-                mmkv.wrapped(model, policy, budget),
-                pytest.raises(ValueError, match=r"made under policy='squeeze', budget=0.5.*wrap"),
+                mmkv.wrapped(model, policy, budget, **options),
+                pytest.raises(ValueError, match=made),
             ):
                 model.generate(ids, past_key_values=cache, max_new_tokens=2)
         with mmkv.wrapped(model, "squeeze", 0.5):  # the same once more
