@@ -70,10 +70,10 @@ class CompressedCache(CacheState):
         running, layer = current.get(), self.layers[layer_idx]
         if running is not None and running.pending is not None:
             running.check_attended()
-        if not isinstance(layer, CompressedLayer):
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if running is None or running.cache is not self:
             raise ValueError(NOT_ATTENDED.format(what="a model that is not wrapped"))
+        if not isinstance(layer, CompressedLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         running.pending = layer_idx
         return layer.update(key_states, value_states)
 
