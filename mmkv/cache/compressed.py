@@ -109,19 +109,19 @@ class CompressedCache(CacheState):
             if phase.masks_earlier:
                 checks.log_hidden_replies(self, earlier_valid & ~earlier)
             earlier_valid = earlier_valid & earlier
-        self.masks = masks = self._marked(valid, image, earlier_valid)
-        phase.sizes, running.cache, running.valid = None, self, valid
-        if phase.until is not None and masks.valid.shape[1] >= phase.until:
+        masks = self._marked(valid, image, earlier_valid)
+        is_complete = phase.until is None or masks.valid.shape[1] >= phase.until
+        if is_complete:
+            masks.check_ends()
             phase.until = None
-        is_complete = phase.until is None
+        self.masks = masks
+        phase.sizes, running.cache, running.valid = None, self, valid
         phase.evicts = is_complete or (plan.evict_chunks and not all(masks.ends_in_padding))
         self._prepare_scores(masks, phase)
         if not phase.evicts:
             return False
-        if is_complete:
-            masks.check_ends()
-            if not phase.keeps_all:
-                plan.log_shortfalls(masks, len(self.compressed))
+        if is_complete and not phase.keeps_all:
+            plan.log_shortfalls(masks, len(self.compressed))
         scores_first = plan.needs_all_layers and plan.policy.layers.needs == "mini-prefill"
         if scores_first and seen == 0 and any(plan.evicting(masks)):
             return True
