@@ -247,7 +247,7 @@ def prepare_cache(
             )
         mask = model_kwargs.get("attention_mask")
         until = generation_config._mask_length if mask is None else mask.shape[1]
-    cache.expect(until)
+    cache.expected = (until,)
 
 
 def prepare_config(attachment: Attachment, *args: Any, **kwargs: Any) -> Any:
@@ -338,6 +338,8 @@ def prepare_inputs(
     kind: Any = GenerationMixin if attachment.parts.facts.drops_cache else type(model)
     inputs: Any = kind.prepare_inputs_for_generation(model, ids, *args, **kwargs)
     tokens = inputs.get("input_ids")
+    if isinstance(cache, CompressedCache) and cache.expected is not None:
+        cache.expect(*cache.expected)
     if isinstance(cache, CompressedCache) and tokens is not None:
         cache.record_ids(ids, cache.get_seq_length() + tokens.shape[1])
     hooks.generated_mask.set(inputs.get("attention_mask"))

@@ -68,6 +68,9 @@ class CacheState(Cache):
         self.shape = checks.shape(config)
         # Whether a pass has begun and not ended: it runs, or an error or Ctrl-C stopped it.
         self.in_pass = False
+        # The argument of `expect` in a call of `generate` before its first pass; None: there is
+        # none. Until then `generate` may fail, and the cache is then as before the call.
+        self.expected: tuple[int | None] | None = None
         # The model's type when it read the latest prompt; None: not known.
         self.dtype: torch.dtype | None = None
 
@@ -79,7 +82,7 @@ class CacheState(Cache):
         phase = Reading(until, keeps_all=self.context_length is not None)
         if isinstance(self.phase, Reading):
             phase.similarity, phase.chunks = self.phase.similarity, self.phase.chunks
-        self.phase = phase
+        self.phase, self.expected = phase, None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, not kept."""
@@ -183,6 +186,7 @@ class CacheState(Cache):
         self.masks, self.phase, self.graph_inputs = None, Reading(), None
         self.plan = replace(self.plan, task="", learned=None)
         self.sizes_learned = self.in_pass = False
+        self.expected = None
         self.rope_deltas = self.ids = self.context_length = None
         self.long = False
 
