@@ -338,10 +338,12 @@ def prepare_inputs(
     kind: Any = GenerationMixin if attachment.parts.facts.drops_cache else type(model)
     inputs: Any = kind.prepare_inputs_for_generation(model, ids, *args, **kwargs)
     tokens = inputs.get("input_ids")
-    if isinstance(cache, CompressedCache) and cache.expected is not None:
-        cache.expect(*cache.expected)
-    if isinstance(cache, CompressedCache) and tokens is not None:
-        cache.record_ids(ids, cache.get_seq_length() + tokens.shape[1])
+    if isinstance(cache, CompressedCache):
+        checks.check_tokens(cache, inputs["inputs_embeds"] if tokens is None else tokens)
+        if cache.expected is not None:
+            cache.expect(*cache.expected)
+        if tokens is not None:
+            cache.record_ids(ids, cache.get_seq_length() + tokens.shape[1])
     hooks.generated_mask.set(inputs.get("attention_mask"))
     return inputs
 
