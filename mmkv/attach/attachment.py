@@ -299,9 +299,12 @@ def prepare_positions(
     parts: list[Any] = [model, getattr(model, "model", None)]
     owners = [x for x in parts if hasattr(x, "rope_deltas")]
     prepare = type(model)._prepare_position_ids_for_generation
+    deltas = None if cache is None else cache.rope_deltas
+    if deltas is not None:  # `generate` repeats the rows of positions for beams after this
+        deltas = deltas[:: max(1, len(deltas) // len(inputs))]
     with _rope_deltas_lock:
         for owner in owners:
-            owner.rope_deltas = None if cache is None else cache.rope_deltas
+            owner.rope_deltas = deltas
         positions: Tensor = prepare(model, inputs, model_kwargs)
         if (config := _latest_config.get()) is not None:
             for owner in owners:
