@@ -324,6 +324,9 @@ def prepare_positions(
         )
     if cache is not None and ids.ndim == 2 and ids.shape[1] == positions.shape[-1]:
         checks.check_read(cache, ids, mask)
+    if cache is not None and mask is not None and mask.ndim == 2:
+        # Here, as `generate` drops a mask of ones, by which it has computed positions.
+        checks.check_mask(cache, mask)
     return positions
 
 

@@ -109,6 +109,28 @@ def check_tokens(cache: CacheState, tokens: Tensor) -> None:
     )
 
 
+def check_mask(cache: CacheState, mask: Tensor) -> None:
+    """Check that the mask [B, T] of a later turn does not show what earlier ones masked.
+
+    The cache may have several rows for each of the mask, for beams. Raises ValueError.
+    """
+    valid = cache.valid_tokens(cache.get_seq_length())
+    if valid is not None and len(valid) % len(mask) == 0:
+        shown = mask[:, : valid.shape[1]].bool().to(valid.device)
+        shown = shown.repeat_interleave(len(valid) // len(mask), 0)
+        _refuse_shown(shown & ~valid[:, : shown.shape[1]])
+
+
+def _refuse_shown(shown: Tensor) -> None:
+    """Raise ValueError for a token, bool [B, seen], that is shown and was not stored."""
+    if bool(shown.any()):
+        row, position = shown.nonzero()[0].tolist()
+        raise ValueError(
+            f"attention_mask shows token {position} of row {row}, which was padding or masked when "
+            "it was read, so that it was not stored: keep masking it, or start a new cache"
+        )
+
+
 def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
     """Return whether the mask `earlier` hides any `valid` token, bool [B, seen] both.
 
@@ -116,15 +138,9 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
         ValueError: it shows a token that was masked when it was read and so was not stored, or
             hides a token that is part of a group or of the state of a linear layer.
     """
-    hidden, shown = valid & ~earlier, earlier & ~valid
-    any_hidden, any_shown = torch.stack([hidden.any(), shown.any()]).tolist()
-    if any_shown:
-        row, position = shown.nonzero()[0].tolist()
-        raise ValueError(
-            f"attention_mask shows token {position} of row {row}, which was padding or masked when "
-            "it was read, so that it was not stored: keep masking it, or start a new cache"
-        )
-    if not any_hidden:
+    _refuse_shown(earlier & ~valid)
+    hidden = valid & ~earlier
+    if not hidden.any():
         return False
     if _has_linear_attention(cache):
         raise ValueError(
