@@ -108,7 +108,8 @@ def importance(
     """Compute the policy's scores, float32 [B, 1 or H, N], all finite.
 
     One query or key that overflowed must not spoil all scores: NaN and -inf become 0, inf becomes
-    larger than any finite score. `windows` [B] are the lengths of the rows' observation windows.
+    larger than any finite score. If a score of one's own is negative for some tokens, -inf becomes
+    smaller than any finite score. `windows` [B] are the lengths of the rows' observation windows.
     If there may be padding between a row's tokens, `present`, bool [B, Q], says which queries are
     of tokens; a score sees the padding before them.
 
@@ -126,11 +127,13 @@ def importance(
 
     with torch.no_grad(), no_autocast(layer.key.device):
         scores = by_parts(layer, windows, present, of_rows)
+    worst = 0.0
     if not is_builtin(policy.score):
         _check_scores(policy.score, scores, layer.query, layer.key)
+        worst = -1e30 if bool(_is_negative(scores).any()) else 0.0
     if policy.score.average_heads and scores.shape[1] > 1:
         scores = scores.mean(dim=1, keepdim=True)
-    return scores.nan_to_num(nan=0.0, posinf=1e30, neginf=0.0)
+    return scores.nan_to_num(nan=0.0, posinf=1e30, neginf=worst)
 
 
 def by_parts(
@@ -166,6 +169,11 @@ def by_parts(
         parts.append(found)
         order += rows
     return torch.cat(parts)[torch.tensor(order, device=device).argsort()]
+
+
+def _is_negative(scores: Tensor) -> Tensor:
+    """Return which scores are finite and below 0: bool, of the same shape."""
+    return scores.isfinite() & (scores < 0)
 
 
 def _check_scores(score: Score, out: Tensor, query: Tensor, key: Tensor) -> None:

@@ -384,12 +384,13 @@ def test_refused_scores(models, scores, message):
         generate(model, inputs, new=2)
 
 
-def test_infinite_and_nan_scores_are_ranked(models):
+@pytest.mark.parametrize("sign", [1, -1])
+def test_infinite_and_nan_scores_are_ranked(models, sign):
     """inf counts more than any finite score, -inf nothing; NaN is no fault of a score's own."""
 
     class Odd(Score):
         def __call__(self, layer):
-            found = layer.key.norm(dim=-1)
+            found = sign * layer.key.norm(dim=-1)
             for place, x in ((7, torch.inf), (9, -torch.inf), (11, layer.query[0, 0, 0, 0] * 0)):
                 found[..., place] = found[..., place] + x
             return found
