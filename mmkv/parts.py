@@ -78,7 +78,8 @@ class Score(Part):
             window, or all queries if there is no window.
         turn_reduction: how a token's score is updated in later turns: "sum", the new score is added
             (and the scores of a prompt's chunks add up to the score of the whole prompt); "max",
-            the larger score counts; "", only the new score counts.
+            the larger score counts, and all scores must be 0 or more; "", only the new score
+            counts.
         average_heads: a layer's heads share one ranking.
         ranks: scores differ between layers and heads; False for scores by position alone.
         by_head: a head's scores depend on that head alone, so they can be computed where the

@@ -193,6 +193,11 @@ def _check_scores(score: Score, out: Tensor, query: Tensor, key: Tensor) -> None
             f"{name} returned NaN for {int(out.isnan().sum())} of {out.numel()} tokens, though "
             "queries and keys are finite: give tokens that cannot be scored a number, such as 0"
         )
+    if score.turn_reduction == "max" and bool(_is_negative(out).any()):  # 0: no score yet
+        raise ValueError(
+            f"{name} returned a score of {float(out.amin())}, and with turn_reduction='max' scores "
+            "must be 0 or more: add a number to all scores, or leave turn_reduction out"
+        )
 
 
 def ranked(

@@ -384,6 +384,24 @@ def test_refused_scores(models, scores, message):
         generate(model, inputs, new=2)
 
 
+def test_negative_scores_whose_larger_one_counts_are_refused(models):
+    """A token that no turn has scored yet has a score of 0."""
+
+    class Odd(Score):
+        turn_reduction = "max"
+
+        def __call__(self, layer):
+            return -layer.key.norm(dim=-1)
+
+    model, inputs = models("llama"), make_inputs("llama", (60,))
+    message = r"Odd returned a score of -\d.*turn_reduction='max' scores must be 0 or more"
+    with (
+        mmkv.wrapped(model, mmkv.Policy(score=Odd()), 0.6),
+        pytest.raises(ValueError, match=message),
+    ):
+        generate(model, inputs, new=2)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_infinite_and_nan_scores_are_ranked(models, sign):
     """inf counts more than any finite score, -inf nothing; NaN is no fault of a score's own."""
