@@ -1,9 +1,9 @@
 """Scores of generated text against references: pure functions, each in [0, 1], higher is better.
 
 The rules are those of LongBench (arXiv 2308.14508), so that figures compare; two libraries differ.
-ROUGE is rouge-score's F-measure without stemming, which only counts letters and digits, while
-LongBench's library splits at blanks. `edit_similarity` is difflib's ratio in whole percent, like
-fuzzywuzzy's `ratio` in LongBench where that has no compiled edit distance.
+ROUGE is the F-measure of `mmkv.rouge`, which counts letters and digits, while LongBench's library
+splits at blanks. `edit_similarity` is difflib's ratio in whole percent, like fuzzywuzzy's `ratio`
+in LongBench where that has no compiled edit distance.
 """
 
 from __future__ import annotations

@@ -125,6 +125,21 @@ def test_an_unknown_metric_of_evaluate():
         metrics.load_metric("bleu")
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "expected"),
+    [
+        ("Кошка сидит на ковре", "кошка сидит на ковре.", 1.0),
+        ("Слон весит 5000 кг", "Кошка ловит 5000 мышей", 0.25),
+        ("ein Café", "ein Cafe", 0.5),
+        ("猫坐在地毯上。", "猫在地毯上", 10 / 11),
+        ("यह कार्यक्रम", "यह नाम", 0.5),
+    ],
+)
+def test_rouge_counts_words_of_any_script(text, answer, expected):
+    """Each sign of a script without blanks counts as a word."""
+    assert rouge_l(text, answer) == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("rouge", [scoring.rouge, rouge_l])
 def test_rouge_gives_the_root_logger_no_handler(rouge, monkeypatch):
     """It would print mmkv's messages a second time."""
