@@ -9,6 +9,7 @@ from typing import Any
 
 from mmkv.cache import codes
 from mmkv.memory import Memory
+from mmkv.names import split_pair
 from mmkv.planning import comparing
 from mmkv.policy import Policy
 from mmkv.policy_options import option_texts, typed
@@ -134,7 +135,9 @@ def _parse(text: str, options: Mapping[str, Any], exact: bool) -> tuple[Variant,
             "run has no fixed order of requests: give it a profile of `mmkv calibrate`, or use "
             "allocation='mini-prefill'"
         )
-    label, hidden = ":".join([name, *parts]), question == HIDDEN
+    hidden = question == HIDDEN
+    parts = [x for x in parts if split_pair(x)[0] != QUESTION]
+    label = ":".join([name, *parts, *([f"{QUESTION}={HIDDEN}"] if hidden else [])])
     return Variant(label, policy, policy_options, profile, kv_dtype, chunk, hidden), known
 
 

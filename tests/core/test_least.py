@@ -171,8 +171,8 @@ def test_evaluations_set_least_to_0():
     assert [x.recorded.get("least") for x in parse_variants(names)] == [0, 8, None]
     (asked,) = parse_variants(["condense"], {"least": 64})
     assert asked.options == {"least": 64}
-    assert harness_arguments("condense", 0.2, None, {})[1] == {"least": 0}
-    assert harness_arguments("condense", 0.2, None, {"least": "9"})[1] == {"least": 9}
+    assert harness_arguments("condense", 0.2, {})[1] == {"least": 0}
+    assert harness_arguments("condense", 0.2, {"least": "9"})[1] == {"least": 9}
     setting = Setting("toy", 64, 4, 1, tuple(names), (0.2,))
     rows = {x.label: x.options for x in make_rows(setting, kvpress=False)}
     assert rows["condense 0.2"] == {"least": 0}

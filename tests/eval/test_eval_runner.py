@@ -348,8 +348,10 @@ def test_variant_text_sets_options_profile_and_type():
     (few_bits,) = parse_variants(["snapkv:kv_dtype=int4:window=4"])
     assert (few_bits.options, few_bits.kv_dtype) == ({"window": 4}, "int4")
     assert few_bits.recorded == {"window": 4, "kv_dtype": "int4"}
-    mine = harness_arguments("snapkv", 0.2, None, {"kv_dtype": "int4", "window": 4, "x": 1})
+    mine = harness_arguments("snapkv", 0.2, {"kv_dtype": "int4", "window": 4, "x": 1})
     assert mine == (0.2, {"kv_dtype": "int4", "window": 4}, {"x": 1})
+    (hidden,) = parse_variants(["snapkv:question=hidden:window=4"])
+    assert hidden.label == "snapkv:window=4:question=hidden"  # `mmkv report` reads the end
     (chunks,) = parse_variants(["condense:evict_chunks=64"])
     assert chunks.options == {"least": 0}
     assert chunks.recorded == {"least": 0, "evict_chunks": 64}
