@@ -101,6 +101,10 @@ def bench_command(
     sizes = tuple(budget_list(budgets, str(DEFAULT), memory))
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder, not a file")
+    if out.suffix == ".md":
+        raise ValueError(
+            f"--out {out}: the table goes there, so name the JSON file, {out.with_suffix('.json')}"
+        )
     check_place(out.parent)
 
     # These import torch.

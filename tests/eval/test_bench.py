@@ -357,6 +357,7 @@ def test_the_table_has_these_columns(capsys, tiny, monkeypatch):
         (("--budgets", ""), "--budgets '' names none"),
         (("--kvpress-python", "/no/such/python"), "/no/such/python"),
         (("--out", f"{__file__}/x.json"), "is a file, not a folder"),
+        (("--out", "x.md"), "name the JSON file, x.json"),
     ],
 )
 def test_bad_input_is_one_line(capsys, monkeypatch, words, part):
