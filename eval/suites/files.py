@@ -93,7 +93,7 @@ class Entry:
 
     def text(self, field: str, *, empty: bool = False) -> str:
         """Return a text field, which may be blank only with `empty`."""
-        value = self._text(field, self._get(field))
+        value = self.checked(field, self._get(field))
         if not value.strip() and not empty:
             raise self.error(field, "is empty")
         return value
@@ -103,14 +103,15 @@ class Entry:
         value = self._get(field)
         if not isinstance(value, list) or not value:
             raise self.error(field, f"expected a list of texts, got {_shown(value)}")
-        return tuple(self._text(field, item, f"item {i}: ") for i, item in enumerate(value))
+        return tuple(self.checked(field, item, f"item {i}: ") for i, item in enumerate(value))
 
     def _get(self, field: str) -> Any:
         if field not in self.fields:
             raise self.error(field, f"is missing; the entry has {sorted(self.fields)}")
         return self.fields[field]
 
-    def _text(self, field: str, value: Any, item: str = "") -> str:
+    def checked(self, field: str, value: Any, item: str = "") -> str:
+        """Return a value of a field that is to be a text. Raises DataError."""
         if not isinstance(value, str):
             raise self.error(field, f"{item}expected text, got {_shown(value)}")
         try:

@@ -78,9 +78,12 @@ def _conversation(entry: files.Entry) -> list[tuple[str, str]]:
         if not all(isinstance(turn.get(name), str) for name in ("role", "content")):
             problem = 'expected {"role": a text, "content": a text} each; leave pictures out'
             raise entry.error("messages", problem)
-        turns.append((turn["role"], turn["content"]))
+        role, content = (entry.checked("messages", turn[x]) for x in ("role", "content"))
+        turns.append((role, content))
     if turns[-1][0] != "user":
         raise entry.error("messages", f"the last one is the {turns[-1][0]}'s, expected the user's")
+    if not turns[-1][1].strip():
+        raise entry.error("messages", "the last one is empty")
     return turns
 
 

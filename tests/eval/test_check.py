@@ -258,6 +258,16 @@ class TestPrompts:
                 '{"messages": [{"role": "system", "content": "x"}]}',
                 "expected the user's",
             ),
+            (
+                "p.jsonl",
+                '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+                "line 1: field 'messages': has invalid characters",
+            ),
+            (
+                "p.jsonl",
+                '{"messages": [{"role": "user", "content": " "}]}',
+                "field 'messages': the last one is empty",
+            ),
             ("p.csv", "a,b", "p.csv: expected a .txt file, a prompt a line, or .jsonl"),
         ],
     )
