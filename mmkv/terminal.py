@@ -79,6 +79,14 @@ def say(text: str) -> None:
     typer.echo(f"{clear}mmkv: {printable(text)}", err=True)
 
 
+def check_utf8(text: str) -> None:
+    """Raise ValueError for a text of bytes that are not UTF-8, which Python reads as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{text[:60]!a} is not in UTF-8") from None
+
+
 def printable(text: str) -> str:
     """Return a text, which may be someone else's, without control characters but line breaks."""
     return "".join(

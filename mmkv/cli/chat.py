@@ -18,7 +18,7 @@ import typer
 
 from mmkv import cli_options
 from mmkv.loading.names import DEFAULT_MODEL
-from mmkv.terminal import check_place, console, install_hint, say, show_errors, write
+from mmkv.terminal import check_place, check_utf8, console, install_hint, say, show_errors, write
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -134,7 +134,9 @@ def chat(
     if not words:
         from mmkv.cli.converse import converse
 
-        raise typer.Exit(converse(talk.load(model, device, dtype), settings, *pictures))
+        loaded = talk.load(model, device, dtype)
+        talk.check_pictures(loaded, pictures)
+        raise typer.Exit(converse(loaded, settings, *pictures))
     if chosen.keeps_all and budget is not None:
         say(f"policy {chosen.name} keeps everything: --budget {budget} is ignored")
     elif note := budgets.note(settings.budget):
@@ -167,11 +169,14 @@ def _check_context(context: Path, files: Sequence[str]) -> None:
 def _files_and_question(words: list[str]) -> tuple[list[str], str]:
     """Split the arguments into pictures and texts, and the question, which is the last one."""
     *files, question = words
+    check_utf8(question)
     suffix = Path(question).suffix
-    names_picture = suffix.lower() in _PICTURES and len(question.split()) == 1
+    one_word = len(question.split()) == 1
+    names_picture = suffix.lower() in _PICTURES and one_word
+    names_file = suffix.lower() in (*_PICTURES, *_TEXTS) and one_word
     if question == "-":
         question = _read_text("-")
-    elif suffix and (os.path.exists(question) or names_picture):
+    elif suffix and (os.path.exists(question) or names_file):
         several = f", or ask several with: mmkv chat --image {shlex.quote(question)}"
         raise ValueError(
             f"no question: the last argument is the file {question!r}: add the question after it"

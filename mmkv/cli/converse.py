@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from mmkv.terminal import console, write
+from mmkv.terminal import check_utf8, console, write
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -44,6 +45,8 @@ def converse(loaded: Loaded, settings: Settings, *pictures: Image.Image) -> int:
     if terminal:
         knows = KNOWS.get(loaded.name)
         write(screen, HELP + (f"\n({knows}; --model takes another)" if knows else ""), "dim")
+    elif isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     warm(loaded, loaded.model)
     lines = Lines(Conversation(loaded), settings, screen, tuple(pictures))
     refused = lines.run(typed() if terminal else sys.stdin)
@@ -71,6 +74,7 @@ class Lines:
             if text == "/quit":
                 break
             try:
+                check_utf8(text)
                 if text.startswith("/"):
                     self._command(*text[1:].split())
                 else:
@@ -85,6 +89,7 @@ class Lines:
 
     def _command(self, name: str = "", *words: str) -> None:
         from mmkv import budgets
+        from mmkv.chat import check_pictures
         from mmkv.demo.conversation import Conversation
         from mmkv.loading.untrusted import read_named_picture
         from mmkv.memory import BITS, Memory
@@ -93,11 +98,12 @@ class Lines:
         match name, words:
             case "image", [_, *_]:
                 new = read_named_picture(" ".join(words))
+                check_pictures(self.conversation.loaded, [new])
                 self.pictures = (new,) if self.asked else (*self.pictures, new)
                 self.asked = False
                 write(self.screen, f"picture: {' '.join(words)}", "dim")
             case "policy", [policy, *options]:
-                self._set(policy=policy, options=parse_options(policy, options))
+                self._choose(policy, parse_options(policy, options))
             case "budget", [text]:
                 self._set(budget=budgets.parse(text))
             case "memory", [text]:
@@ -116,13 +122,32 @@ class Lines:
             case _:
                 raise ValueError(f"unknown command {'/' + name!r}")
 
+    def _choose(self, name: str, options: dict[str, Any]) -> None:
+        """Take another policy, with the size that was chosen, else its own default."""
+        from mmkv.memory import DEFAULT, Memory
+        from mmkv.policy_options import default_budget
+        from mmkv.registry import get_policy
+
+        size, changes = self.settings.budget, dict[str, Any]()
+        if size is None or (isinstance(size, Memory) and size == DEFAULT):
+            policy = get_policy(name, **options)
+            changes["budget"] = default_budget(policy, None, self.settings.kv_dtype)
+        if self.settings.profile is not None:
+            write(self.screen, f"without the profile {self.settings.profile}", "dim")
+        self._set(policy=name, options=options, profile=None, **changes)
+
     def _set(self, **changes: Any) -> None:
         from mmkv import budgets
+        from mmkv.profiles import Profile
 
         settings = dataclasses.replace(self.settings, **changes)
+        if settings.profile and "budget" in changes and Profile.load(settings.profile).fractions:
+            raise ValueError(
+                f"the profile {settings.profile} sets the size: /policy NAME leaves the profile out"
+            )
         write(self.screen, f"from now on {settings.label}", "dim")
         policy, budget = settings.chosen()
-        if budget is None and "budget" in changes:
+        if budget is None and changes.get("budget") is not None:
             write(self.screen, f"policy {policy.name} takes no budget: it is ignored", "dim")
         elif note := budgets.note(changes.get("budget")):
             write(self.screen, note, "dim")

@@ -335,6 +335,8 @@ def test_invalid_options_raise(capsys, picture, monkeypatch, tmp_path, words, ex
         (("whole.png",), "mmkv chat --image whole.png"),
         (("whole.png", "missing.jpg"), "no question"),
         (("text.md",), "the file 'text.md': add the question after it\n"),
+        (("missing.txt",), "the file 'missing.txt': add the question after it\n"),
+        (("whole.png", "caf\udce9?"), r"'caf\udce9?' is not in UTF-8"),
         (("none.txt", "x"), "none.txt: no such file\n"),
         (("binary.log", "x"), "not a picture in a known format"),
         (("binary.txt", "x"), "binary.txt: not a text file in UTF-8"),

@@ -8,11 +8,14 @@ from rich.console import Console
 from helpers.commands import run
 from helpers.marks import cases
 from helpers.picture_chat import picture_chat
+from helpers.text_chat import text_chat
 from mmkv import chat
 from mmkv.builtin import example_pictures
-from mmkv.cli.converse import Lines
+from mmkv.cli.converse import Lines, converse
 from mmkv.demo.conversation import Conversation, Settings
 from mmkv.loading import untrusted
+from mmkv.memory import DEFAULT
+from mmkv.profiles import Profile
 
 QUESTION = "How many objects are in the second picture?"
 
@@ -26,9 +29,13 @@ def loaded():
     return picture_chat()
 
 
-def talk(loaded, *lines: str, terminal: bool = False) -> tuple[str, int, Conversation]:
+ADAKV = Settings(policy="adakv", budget=0.3, options={"window": 8}, max_new_tokens=12)
+
+
+def talk(
+    loaded, *lines: str, terminal: bool = False, settings: Settings = ADAKV
+) -> tuple[str, int, Conversation]:
     screen = Console(file=io.StringIO(), width=200, force_terminal=terminal, color_system=None)
-    settings = Settings(policy="adakv", budget=0.3, options={"window": 8}, max_new_tokens=12)
     chatting = Lines(Conversation(loaded), settings, screen)
     refused = chatting.run(lines)
     return screen.file.getvalue(), refused, chatting.conversation
@@ -121,6 +128,52 @@ def test_a_type_beside_a_share_of_bytes_is_refused(loaded):
         "from now on adakv 0.5",
         "from now on adakv 0.5 in int8",
     ]
+
+
+def lines_of(out):
+    return [x for x in out.splitlines() if x.startswith(("from now on", "error", "without"))]
+
+
+def test_another_policy_takes_the_default_size_where_none_was_chosen(loaded):
+    settings = Settings(policy="condense", budget=DEFAULT, max_new_tokens=2)
+    asked = f"/image {example_pictures()[0]}", "Describe it."
+    out, refused, _ = talk(loaded, "/policy full", *asked, "/policy h2o", settings=settings)
+    assert refused == 0
+    assert lines_of(out) == ["from now on full", "from now on h2o 12.5% of bytes"]
+    out, _, _ = talk(loaded, "/memory 60%", "/policy full", "/policy h2o", settings=settings)
+    assert lines_of(out) == [f"from now on {x} 60% of bytes" for x in ("condense", "full", "h2o")]
+
+
+def test_another_policy_leaves_the_profile_out(loaded, tmp_path):
+    path = tmp_path / "profile.json"
+    Profile((0.2, 0.4, 0.3), 0.3).save(path)
+    settings = Settings(policy="prefixkv", budget=None, profile=path, max_new_tokens=2)
+    out, refused, _ = talk(loaded, "/budget 0.5", "/policy snapkv", settings=settings)
+    assert refused == 1
+    assert lines_of(out) == [
+        f"error: the profile {path} sets the size: /policy NAME leaves the profile out",
+        f"without the profile {path}",
+        "from now on snapkv 12.5% of bytes",
+    ]
+
+
+def test_a_line_that_is_not_utf8_is_refused_alone(loaded, monkeypatch):
+    piped = io.TextIOWrapper(io.BytesIO(b"/budget 0.5\ncaf\xe9?\n/budget 0.4\n"), encoding="ascii")
+    monkeypatch.setattr("sys.stdin", piped)
+    screen = Console(file=io.StringIO(), width=200)
+    monkeypatch.setattr("mmkv.cli.converse.console", lambda: screen)
+    assert converse(loaded, Settings(policy="adakv", budget=0.3, max_new_tokens=2)) == 2
+    assert lines_of(screen.file.getvalue()) == [
+        "from now on adakv 0.5",
+        r"error: 'caf\udce9?' is not in UTF-8",
+        "from now on adakv 0.4",
+    ]
+
+
+def test_a_picture_for_a_model_that_reads_text_only_is_refused():
+    out, refused, _ = talk(chat.Loaded("tiny", *text_chat()), f"/image {example_pictures()[0]}")
+    assert refused == 1
+    assert "reads text only: leave the pictures out" in out
 
 
 @cases(
