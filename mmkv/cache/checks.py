@@ -35,13 +35,13 @@ def check_plan(cache: CacheState, config: Any, plan: CacheConfig) -> None:
     if cache.plan != plan:
         made, now = cache.plan.describe(), plan.describe()
         differs = ""
-        if made == now:
+        if made == now and plan.allotment is not None:  # its options depend on the type
+            differs = ", with other options or cast to another type"
+        elif made == now:
             old, new = cache.plan.policy.flat(), plan.policy.flat()
             names = [x for x in old | new if old.get(x) != new.get(x)]
             changed = ", ".join(f"{x} was {old.get(x)!r} and is {new.get(x)!r}" for x in names)
             differs = f" ({changed or 'another profile'})"
-            if plan.allotment is not None:  # a share of bytes chooses options by the type
-                differs = ", with other options or cast to another type"
         raise ValueError(
             f"this CompressedCache was made under {made}, and the model is wrapped with {now} now"
             f"{differs}: continue it under the wrap that made it, or start a new one"
