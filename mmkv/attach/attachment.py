@@ -345,8 +345,8 @@ def prepare_inputs(
     inputs: Any = kind.prepare_inputs_for_generation(model, ids, *args, **kwargs)
     tokens = inputs.get("input_ids")
     if isinstance(cache, CompressedCache):
-        checks.check_tokens(cache, inputs["inputs_embeds"] if tokens is None else tokens)
-        if cache.expected is not None:
+        if cache.expected is not None:  # the first pass of this call
+            checks.check_tokens(cache, inputs["inputs_embeds"] if tokens is None else tokens)
             cache.expect(*cache.expected)
         if tokens is not None:
             cache.record_ids(ids, cache.get_seq_length() + tokens.shape[1])

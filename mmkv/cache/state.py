@@ -68,8 +68,8 @@ class CacheState(Cache):
         self.shape = checks.shape(config)
         # Whether a pass has begun and not ended: it runs, or an error or Ctrl-C stopped it.
         self.in_pass = False
-        # The argument of `expect` in a call of `generate` before its first pass; None: there is
-        # none. Until then `generate` may fail, and the cache is then as before the call.
+        # The argument of `expect`, from the beginning of a `generate` call to its first pass; until
+        # then the call may fail and must not change the cache. None: no call is beginning.
         self.expected: tuple[int | None] | None = None
         # The model's type when it read the latest prompt; None: not known.
         self.dtype: torch.dtype | None = None
