@@ -118,17 +118,18 @@ def check_mask(cache: CacheState, mask: Tensor) -> None:
     if valid is not None and len(valid) % len(mask) == 0:
         shown = mask[:, : valid.shape[1]].bool().to(valid.device)
         shown = shown.repeat_interleave(len(valid) // len(mask), 0)
-        _refuse_shown(shown & ~valid[:, : shown.shape[1]])
+        shown = shown & ~valid[:, : shown.shape[1]]
+        if shown.any():
+            raise _shown_error(shown)
 
 
-def _refuse_shown(shown: Tensor) -> None:
-    """Raise ValueError for a token, bool [B, seen], that is shown and was not stored."""
-    if bool(shown.any()):
-        row, position = shown.nonzero()[0].tolist()
-        raise ValueError(
-            f"attention_mask shows token {position} of row {row}, which was padding or masked when "
-            "it was read, so that it was not stored: keep masking it, or start a new cache"
-        )
+def _shown_error(shown: Tensor) -> ValueError:
+    """Return the error for the first token of `shown`, bool [B, seen], which was not stored."""
+    row, position = shown.nonzero()[0].tolist()
+    return ValueError(
+        f"attention_mask shows token {position} of row {row}, which was padding or masked when "
+        "it was read, so that it was not stored: keep masking it, or start a new cache"
+    )
 
 
 def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
@@ -138,9 +139,11 @@ def masks_earlier(cache: CacheState, valid: Tensor, earlier: Tensor) -> bool:
         ValueError: it shows a token that was masked when it was read and so was not stored, or
             hides a token that is part of a group or of the state of a linear layer.
     """
-    _refuse_shown(earlier & ~valid)
-    hidden = valid & ~earlier
-    if not hidden.any():
+    hidden, shown = valid & ~earlier, earlier & ~valid
+    any_hidden, any_shown = torch.stack([hidden.any(), shown.any()]).tolist()  # one wait
+    if any_shown:
+        raise _shown_error(shown)
+    if not any_hidden:
         return False
     if _has_linear_attention(cache):
         raise ValueError(
