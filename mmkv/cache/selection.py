@@ -108,7 +108,7 @@ def importance(
     """Compute the policy's scores, float32 [B, 1 or H, N], all finite.
 
     One query or key that overflowed must not spoil all scores: NaN and -inf become 0, inf becomes
-    larger than any finite score. If a score of one's own is negative for some tokens, -inf becomes
+    larger than any finite score. If a user-written score is negative for some tokens, -inf becomes
     smaller than any finite score. `windows` [B] are the lengths of the rows' observation windows.
     If there may be padding between a row's tokens, `present`, bool [B, Q], says which queries are
     of tokens; a score sees the padding before them.

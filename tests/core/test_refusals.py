@@ -384,7 +384,7 @@ def test_refused_scores(models, scores, message):
         generate(model, inputs, new=2)
 
 
-def test_negative_scores_whose_larger_one_counts_are_refused(models):
+def test_negative_scores_are_refused_with_turn_reduction_max(models):
     """A token that no turn has scored yet has a score of 0."""
 
     class Odd(Score):
