@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -90,7 +91,7 @@ def run(
 
     Raises:
         ValueError: bad arguments, a policy that this model cannot have, or a folder with a run of
-            other settings.
+            other settings, or to which another process writes.
     """
     variants = check_arguments(policies, budgets, metrics, options, exact=exact)
     budgets = [number(budget) for budget in budgets]
@@ -135,11 +136,6 @@ def run(
     environment = describe_environment(model.device)
     store = Store(out, None if processes.num_processes == 1 else processes.process_index)
     order = [v.label for v in variants], [1.0, *(b for b in budgets if named(b) != "1.0")]
-    store.claim(settings, environment, main=processes.is_main_process)
-    if processes.is_main_process:
-        store.merge(*order)
-    processes.wait_for_everyone()
-    rows = {key_of(row): row for row in store.rows()}
     row_fields = {x: settings[x] for x in ("model", "n")} | {"run": digest([settings, environment])}
     job = Job(model, Encoder(processor, max_length), samples, tuple(metrics), row_fields, replay)
     groups = batches_of(samples, batch_size)
@@ -148,27 +144,35 @@ def run(
             f"{processes.num_processes} processes share {len(groups)} batches: some have nothing "
             f"to do; use --batch-size {max(1, len(samples) // processes.num_processes)} or less"
         )
-    torch.manual_seed(seed)
     own_groups = groups[processes.process_index :: processes.num_processes]
     if replay:  # the capture of one batch is large
         own_groups = [[batch] for group in own_groups for batch in group]
     total = len(variants_at) * sum(len(batch) for group in own_groups for batch in group)
-    with bar(total, shown=processes.is_main_process) as advance:
-        for group in own_groups:
-            batches = [Batch(job, indices) for indices in group]
-            for (variant, budget), batch in itertools.product(variants_at, batches):
-                keys = {i: (variant.label, json.dumps(budget), i) for i in batch.indices}
-                if missing := [i for i, key in keys.items() if key not in rows]:
-                    new_rows = [r for r in measure(variant, budget, batch) if r["index"] in missing]
-                    store.append(new_rows)
-                    rows |= {key_of(r): r for r in new_rows}
-                if variant.label == FULL:
-                    job.full |= {i: rows[key] for i, key in keys.items()}
-                finished = 0 if missing else len(keys)
-                advance(len(keys), f"{variant.label} {named(budget)}", finished)
-    processes.wait_for_everyone()
-    merged = store.merge(*order) if processes.is_main_process else list(rows.values())
-    processes.wait_for_everyone()
+    with store.lock() if processes.is_main_process else nullcontext():
+        store.claim(settings, environment, main=processes.is_main_process)
+        if processes.is_main_process:
+            store.merge(*order)
+        processes.wait_for_everyone()
+        rows = {key_of(row): row for row in store.rows()}
+        torch.manual_seed(seed)
+        with bar(total, shown=processes.is_main_process) as advance:
+            for group in own_groups:
+                batches = [Batch(job, indices) for indices in group]
+                for (variant, budget), batch in itertools.product(variants_at, batches):
+                    keys = {i: (variant.label, json.dumps(budget), i) for i in batch.indices}
+                    missing = [i for i, key in keys.items() if key not in rows]
+                    if missing:
+                        measured = measure(variant, budget, batch)
+                        new_rows = [r for r in measured if r["index"] in missing]
+                        store.append(new_rows)
+                        rows |= {key_of(r): r for r in new_rows}
+                    if variant.label == FULL:
+                        job.full |= {i: rows[key] for i, key in keys.items()}
+                    finished = 0 if missing else len(keys)
+                    advance(len(keys), f"{variant.label} {named(budget)}", finished)
+        processes.wait_for_everyone()
+        merged = store.merge(*order) if processes.is_main_process else list(rows.values())
+        processes.wait_for_everyone()
     return merged
 
 

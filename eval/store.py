@@ -11,8 +11,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from mmkv.budgets import named
 from mmkv.memory import Memory
@@ -24,7 +27,7 @@ Key = tuple[str, str, int]
 FULL, METRICS = "full", ("ppl", "divergence", "next", "rouge", "score")
 QUESTION, HIDDEN = "question", "hidden"
 QUESTIONS = ("visible", HIDDEN, "both")
-_SETTINGS, _ROWS = "run.json", "rows.jsonl"
+_SETTINGS, _ROWS, _LOCK = "run.json", "rows.jsonl", ".lock"
 
 
 class RunError(ValueError):
@@ -149,6 +152,17 @@ class Store:
             run["made_by"].append(made_by)
             self.folder.mkdir(parents=True, exist_ok=True)
             replace(self.folder / _SETTINGS, json.dumps(run, indent=2) + "\n")
+
+    def lock(self) -> AbstractContextManager[Any]:
+        """Keep other commands from writing to the folder. Raises RunError if one does already."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            return FileLock(self.folder / _LOCK).acquire(timeout=0)
+        except Timeout:
+            raise RunError(
+                f"{self.folder}: another process is writing this run: wait until it has ended, "
+                "or choose another --out"
+            ) from None
 
     def rows(self) -> list[Row]:
         """Return all rows of all processes, each once, in the order of the files."""

@@ -222,6 +222,25 @@ def test_stop_keeps_finished_rows(model, tokenizer, tmp_path, monkeypatch):
     assert len(read_rows(tmp_path / "rows.jsonl")) == 6  # three batches of two
 
 
+def test_second_run_in_a_folder_is_refused_while_the_first_one_writes(
+    model, tokenizer, tmp_path, monkeypatch
+):
+    refused, real = [], runner.measure
+
+    def start_second(*args):
+        if not refused:
+            with pytest.raises(RunError, match="another process is writing this run") as error:
+                run(model, tokenizer, tmp_path, policies=["full"], metrics=["ppl"])
+            refused.append(error)
+        return real(*args)
+
+    monkeypatch.setattr(runner, "measure", start_second)
+    rows = run(model, tokenizer, tmp_path, policies=["full"], metrics=["ppl"])
+    assert refused
+    assert len(rows) == len(make_samples())
+    assert run(model, tokenizer, tmp_path, policies=["full"], metrics=["ppl"]) == rows
+
+
 def test_a_changed_option_is_refused(model, tokenizer, tmp_path):
     asked = {"metrics": ["score"], "policies": ["full"]}
     run(model, tokenizer, tmp_path, **asked)
@@ -414,4 +433,8 @@ def test_two_processes_write_the_rows_of_one(tmp_path, monkeypatch):
     assert len(one) == 15
     assert [(key_of(r), r["text"]) for r in both] == [(key_of(r), r["text"]) for r in one]
     assert [r["nll"] for r in both] == pytest.approx([r["nll"] for r in one])
-    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["rows.jsonl", "run.json"]
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == [
+        ".lock",
+        "rows.jsonl",
+        "run.json",
+    ]
