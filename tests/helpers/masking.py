@@ -9,7 +9,6 @@ itself. Layers with a sliding window are left as they are.
 """
 
 import functools
-import itertools
 import math
 from collections import defaultdict, deque
 from collections.abc import Collection
@@ -106,15 +105,14 @@ def held_by(cache: Any, layer: int) -> Tensor:
         held = cache.layers[layer].dense()
         bias, leaders = torch.full(weights.shape, -math.inf), torch.full_like(weights, -1)
         pairs = [x.new_zeros(*weights.shape, x.shape[-1]) for x in (held.keys, held.values)]
-        for b, h in itertools.product(*map(range, weights.shape[:2])):
-            mine = (held.weights[b, h] > 1) & (held.positions[b, h] >= 0)
-            n = int(mine.sum())
-            bias[b, h, :n] = held.log_weights[b, h][mine]
-            leaders[b, h, :n] = held.positions[b, h][mine]
-            for x, y in zip(pairs, (held.keys, held.values), strict=True):
-                x[b, h, :n] = y[b, h][mine]
-            members = [int((member[b, h] == g).sum()) for g in range(weights.shape[2])]
-            assert weights[b, h].tolist() == members
+        mine = (held.weights > 1) & (held.positions >= 0)
+        b, h, u = mine.nonzero(as_tuple=True)
+        at = b, h, (mine.cumsum(-1) - 1)[b, h, u]
+        bias[at], leaders[at] = held.log_weights[b, h, u].to(bias.dtype), held.positions[b, h, u]
+        for x, y in zip(pairs, (held.keys, held.values), strict=True):
+            x[at] = y[b, h, u]
+        numbers = torch.arange(weights.shape[2])[:, None]
+        assert torch.equal(weights, (member[:, :, None] == numbers).sum(-1))
         kept.groups = weights.clone(), member.clone(), bias, leaders, *pairs
     return kept
 
