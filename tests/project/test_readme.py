@@ -296,7 +296,7 @@ class TestCommands:
     @pytest.mark.parametrize("words", one_of_each_kind(), ids=shown)
     def test_other_commands_run_up_to_the_model(self, words, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
-        for folder in ("texts", "texts/novels", "texts/handbook", "texts/faq"):
+        for folder in ("texts", "texts/novels"):
             Path(folder).mkdir()
             Path(folder, "text.txt").write_text("Some words of this text are these. " * 900)
         make_files(words)
