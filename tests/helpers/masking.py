@@ -103,7 +103,8 @@ def held_by(cache: Any, layer: int) -> Tensor:
     weights, member = cache.groups(layer)
     if weights.numel():
         held = cache.layers[layer].dense()
-        bias, leaders = torch.full(weights.shape, -math.inf), torch.full_like(weights, -1)
+        bias = torch.full_like(weights, -math.inf, dtype=torch.float32)
+        leaders = torch.full_like(weights, -1)
         pairs = [x.new_zeros(*weights.shape, x.shape[-1]) for x in (held.keys, held.values)]
         mine = (held.weights > 1) & (held.positions >= 0)
         b, h, u = mine.nonzero(as_tuple=True)
@@ -111,7 +112,7 @@ def held_by(cache: Any, layer: int) -> Tensor:
         bias[at], leaders[at] = held.log_weights[b, h, u].to(bias.dtype), held.positions[b, h, u]
         for x, y in zip(pairs, (held.keys, held.values), strict=True):
             x[at] = y[b, h, u]
-        numbers = torch.arange(weights.shape[2])[:, None]
+        numbers = torch.arange(weights.shape[2], device=member.device)[:, None]
         assert torch.equal(weights, (member[:, :, None] == numbers).sum(-1))
         kept.groups = weights.clone(), member.clone(), bias, leaders, *pairs
     return kept
