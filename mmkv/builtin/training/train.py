@@ -46,9 +46,6 @@ _REQUESTS = ("Summarize this text.", "What is this about?", "Continue.", "Explai
 Out = Annotated[Path, typer.Option(help="Folder for checkpoints and the parts.")]
 Resume = Annotated[bool, typer.Option(help="Go on from the last checkpoint.")]
 Compile = Annotated[bool, typer.Option(help="Compile the layers and the loss.")]
-Bf16 = Annotated[
-    bool, typer.Option(help="In bfloat16: faster on a GPU, and on a processor with AMX.")
-]
 
 
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -59,7 +56,7 @@ def untrained() -> tuple[Any, Any]:
     return build(*models.pretrained(models.SMOLLM2, dtype=torch.float32))
 
 
-def arguments(out: Path, rate: float, bf16: bool, **options: Any) -> Any:
+def arguments(out: Path, rate: float, **options: Any) -> Any:
     """Return training arguments of both stages: one epoch, with checkpoints."""
     import transformers as hf
 
@@ -69,7 +66,6 @@ def arguments(out: Path, rate: float, bf16: bool, **options: Any) -> Any:
         learning_rate=rate,
         lr_scheduler_type="cosine",
         adam_beta2=0.98,
-        bf16=bf16,
         use_cpu=not torch.cuda.is_available(),
         save_total_limit=1,
         dataloader_num_workers=1,
@@ -152,7 +148,7 @@ class Tower(nn.Module):
     def forward(self, pixel_values: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return the loss for token ids `labels` [B, 144]."""
         features = self.tower(pixel_values).last_hidden_state[:, 1:]
-        projected = self.projector(features).float().flatten(0, 1)
+        projected = self.projector(features).flatten(0, 1)
         distances = (torch.cdist(projected, self.words) / self.norm) ** 2
         targets = torch.searchsorted(self.ids, labels.flatten())
         choice = F.cross_entropy(-_SHARPNESS * distances, targets)
@@ -166,7 +162,6 @@ def train_tower(
     batch: int = 32,
     rate: float = 1e-3,
     resume: Resume = False,
-    bf16: Bf16 = True,
     compile: Compile = True,
 ) -> None:
     """Train tower and projector, and write `tower.safetensors` to `out`."""
@@ -188,7 +183,7 @@ def train_tower(
     data = datasets.Dataset.from_dict({"seed": list(range(pictures))}).with_transform(sample)
     pace = {"warmup_steps": 50, "weight_decay": 0.05, "logging_steps": 50, "save_steps": 200}
     options: Any = {"per_device_train_batch_size": batch, "dataloader_drop_last": True, **pace}
-    training = arguments(out, rate, bf16, **options)
+    training = arguments(out, rate, **options)
     hf.Trainer(tower, training, train_dataset=data).train(resume_from_checkpoint=resume or None)
     text = ("language_model", "lm_head")
     parts = {k: x for k, x in model.state_dict().items() if not any(name in k for name in text)}
@@ -295,13 +290,13 @@ def loss_of(
     where[:, 16::3] = True
     where &= ids[:, :-1] != model.config.text_config.pad_token_id
     with torch.no_grad(), model.disable_adapter():
-        target = head(hidden(where)).float().log_softmax(-1)
-    log_probs = head(hidden(where)).float().log_softmax(-1)
+        target = head(hidden(where)).log_softmax(-1)
+    log_probs = head(hidden(where)).log_softmax(-1)
     return "text", F.kl_div(log_probs, target, log_target=True, reduction="batchmean")
 
 
 def _answered(hidden: Tensor, embedding: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, embedding).float(), targets)
+    return F.cross_entropy(F.linear(hidden, embedding), targets)
 
 
 def prepare(model: Any) -> Any:
@@ -329,7 +324,6 @@ def train_text(
     steps: Annotated[int, typer.Option(help="Number of batches.")] = 800,
     rate: float = 6e-4,
     resume: Resume = False,
-    bf16: Bf16 = True,
     compile: Compile = True,
 ) -> None:
     """Train updates of the text model, and write `parts.safetensors` to `out`."""
@@ -339,8 +333,6 @@ def train_text(
     model, processor = untrained()
     parts = load_file(tower)
     model.load_state_dict(parts, strict=False)
-    if bf16:
-        model.model.language_model.to(torch.bfloat16)
     model = prepare(model)
     files = [path for path in sorted(texts.glob("*/*.txt")) if "novels" not in path.parts]
     corpus = [path.read_text() for path in files]
@@ -362,7 +354,7 @@ def train_text(
 
     data = datasets.Dataset.from_dict({"step": list(range(steps))}).with_transform(draw)
     pace = {"warmup_steps": 20, "logging_steps": 20, "save_steps": 50}
-    training = arguments(out, rate, bf16, per_device_train_batch_size=1, **pace)
+    training = arguments(out, rate, per_device_train_batch_size=1, **pace)
 
     def collate(rows: list[dict[str, Any]]) -> Any:
         return rows[0]["batch"]
