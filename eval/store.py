@@ -133,6 +133,7 @@ class Store:
         self, settings: dict[str, Any], environment: dict[str, Any], *, main: bool = True
     ) -> None:
         """Start a run in the folder, or continue its run; the `main` process writes `run.json`.
+        It has called `lock`, which creates the folder.
         Raises RunError if the run there has other settings."""
         run: dict[str, Any] = {"settings": settings, "made_by": []}
         if (self.folder / _SETTINGS).exists():
@@ -150,7 +151,6 @@ class Store:
         made_by = {"id": digest([settings, environment]), **environment}
         if main and made_by not in run["made_by"]:
             run["made_by"].append(made_by)
-            self.folder.mkdir(parents=True, exist_ok=True)
             replace(self.folder / _SETTINGS, json.dumps(run, indent=2) + "\n")
 
     def lock(self) -> AbstractContextManager[Any]:
