@@ -256,6 +256,10 @@ def build(models: Models) -> gr.Blocks:
         def turns_of(shown: list[conversation.Turn]) -> dict[Any, Any]:
             return {newest: views.newest(shown[-1:]), earlier: views.earlier(shown[:-1])}
 
+        def cleared() -> dict[Any, Any]:
+            said = {problem: "", status: views.status("Cleared")}
+            return {**idle, **turns_of([]), **said, outcome: gr.update(visible=False)}
+
         def answer(talk: Conversation | None, edit: Any, *values: Any) -> Generator[dict[Any, Any]]:
             inputs = dict(zip(controlled, values, strict=False))
             try:
@@ -289,8 +293,7 @@ def build(models: Models) -> gr.Blocks:
                 yield {earlier: views.earlier(talk.shown)}
                 for turn in talk.ask(inputs[question], settings, *([picture] if picture else [])):
                     if talk.closed:
-                        yield {newest: gr.skip()}  # Gradio sends the last output twice
-                        return
+                        break
                     yield {newest: views.newest([turn])}
                     if kept := turn.kept:
                         last = max(len(kept.layers) - 1, 1)
@@ -304,6 +307,8 @@ def build(models: Models) -> gr.Blocks:
                             bars: views.layer_bars(kept),
                             words: views.words(kept),
                         }
+                if talk.closed:  # the page may get what is above after the reply to Clear
+                    yield cleared()
             except Exception as error:
                 why = str(error)
                 if not isinstance(error, ValueError):
@@ -323,14 +328,7 @@ def build(models: Models) -> gr.Blocks:
         def forget(ended: Conversation | None) -> dict[Any, Any]:
             if ended is not None:
                 ended.close()
-            return {
-                **idle,
-                **turns_of([]),
-                conversation_state: None,
-                problem: "",
-                status: views.status("Cleared"),
-                outcome: gr.update(visible=False),
-            }
+            return {**cleared(), conversation_state: None}
 
         controlled = [question, policy, unit, budget, kv_dtype, protect, max_tokens, temperature]
         controlled += [model]

@@ -313,6 +313,27 @@ def test_page_limits_raise(page, question, settings, message):
         page.check_limits(question, settings)
 
 
+@pytest.mark.parametrize("words", [1, 3])
+def test_an_answer_that_is_cleared_ends_with_an_empty_page(page, loaded, words):
+    """Its last words may reach the page after the reply to Clear."""
+    events = {x.name: x for x in page.build(Models(["tiny"], lambda _: loaded)).fns.values()}
+    ask, clear = events["answer"], events["forget"]
+    shown = next(x for x in ask.outputs if x.elem_id == "talk")
+    values = {x: x.value for x in ask.inputs}
+    (length,) = [x for x in values if x.label == "Max new tokens"]
+    (question,) = [x for x in values if x.elem_id == "question"]
+    talk = talking(loaded)
+    values |= {length: 6, question: QUESTION, ask.inputs[0]: talk}
+    values[ask.inputs[1]] = {"composite": {"path": str(example_pictures()[0])}}
+    sent = ask.fn(*values.values())
+    for _ in range(words):
+        while shown not in next(sent):
+            pass
+    empty = clear.fn(talk)[shown]
+    assert "mm-empty" in empty
+    assert [x[shown] for x in sent if shown in x][-1] == empty
+
+
 def test_picture_without_placeholder_raises(loaded, pictures):
     processor = copy.deepcopy(loaded.processor)
     processor.chat_template = None
