@@ -348,29 +348,6 @@ def test_clear_during_an_answer_leaves_an_empty_page(page):
     assert not page.all(".mm-turn")
 
 
-def test_two_tabs_at_once_keep_to_themselves(page, browser, server):
-    questions = "How many objects are in the picture?", "What is at the top center?"
-    first = browser.current_window_handle
-    browser.switch_to.new_window("tab")
-    tabs = [first, browser.current_window_handle]
-    opened(browser, server)
-    for i, (tab, question) in enumerate(zip(tabs, questions, strict=True)):
-        browser.switch_to.window(tab)
-        page.choose_example(i)
-        page.shorten_answers()
-        page.type(question)
-    for tab in tabs:
-        browser.switch_to.window(tab)
-        assert not page.all(".mm-turn")
-        page.click("#ask")
-    for tab, question in zip(tabs, questions, strict=True):
-        browser.switch_to.window(tab)
-        assert page.answered(1)[0]
-        assert question in page.text(".mm-turn")
-    browser.close()
-    browser.switch_to.window(first)
-
-
 def test_the_page_fits_and_every_control_has_a_name(browser, server):
     def emulate(scheme):
         media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
