@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mmkv
+from helpers.few_bits import window_of
 from helpers.marks import cases, older_than, since
 from helpers.masking import generate, same_run
 from helpers.models import continued, make_inputs, make_model
@@ -60,11 +61,10 @@ RUNS += [(x, "padded") for x in (Variant("adakv"), Variant("h2o"), *IN_CODES)]
 @cases("variant, rows", RUNS, "h2o", ids=str)
 def test_replayed_steps_equal_steps(models, on_cpu, variant, rows):
     model, inputs, options = models("llama"), make_inputs("llama", ROWS[rows]), options_of(variant)
-    # In codes, until the window of exact pairs has been full twice.
-    new = 66 if "kv_dtype" in options else NEW
-    expected, tokens, plain = without_graph(model, variant, inputs, new, **options)
-    with mmkv.wrapped(model, variant.policy, variant.budget, **options):
-        logits, got, cache = generate(model, inputs, new=new)
+    with window_of(8, 4):  # of exact pairs, full three times
+        expected, tokens, plain = without_graph(model, variant, inputs, NEW, **options)
+        with mmkv.wrapped(model, variant.policy, variant.budget, **options):
+            logits, got, cache = generate(model, inputs, new=NEW)
     assert len(on_cpu) == 1
     atol = 1e-4
     if bits := {"int8": 8, "int4": 4}.get(options.get("kv_dtype")):
@@ -286,15 +286,16 @@ CLASSES = OWN_DECODER + [x for x in NAMES if x not in OWN_DECODER][::3]
 
 
 @cases("name", CLASSES, "Qwen2_5_VLForConditionalGeneration")
-def test_every_class_of_model(on_cpu, caplog, name):
+def test_every_class_of_model(on_cpu, caplog, monkeypatch, name):
     """Padded prompts, with pictures where the class sees them: replayed, or logged why not."""
+    monkeypatch.setattr(graph, "LEAST_STEPS", 9)
     model = model_of(name)
     inputs = inputs_of(model, "padded")
     caplog.set_level(logging.INFO, "mmkv.attach.graph")
     with mmkv.wrapped(model, "prefixkv", 0.4, graph=False, **short("prefixkv")):
-        expected, tokens, _ = generate(model, inputs, new=16)
+        expected, tokens, _ = generate(model, inputs, new=9)
     with mmkv.wrapped(model, "prefixkv", 0.4, **short("prefixkv")):
-        logits, got, _ = generate(model, inputs, new=16)
+        logits, got, _ = generate(model, inputs, new=9)
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
     assert torch.equal(got, tokens)
     assert len(on_cpu) == (name not in NOT_CAPTURED)

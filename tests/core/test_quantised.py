@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mmkv
-from helpers.few_bits import Row, fake_quantise, rotated_by
+from helpers.few_bits import Row, fake_quantise, rotated_by, window_of
 from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import IMAGE, continued, make_inputs, make_model, next_turn
@@ -29,7 +29,7 @@ from mmkv.cache.quantize import QuantizedKV
 from mmkv.decode.slots import GrowingSlots
 from mmkv.memory import BITS
 
-NEW = 52  # the window is full after 48, and its oldest tokens are written as codes
+NEW = 16  # in a short window, the oldest tokens are written as codes at 12 and at 16
 ROWS = (56, 29, 41)
 # What few bits meet: each kind of block, schedule of slots, head sizes, merge and way to read once.
 GROUPS = Variant("condense")  # merged pairs with weights, and a sink
@@ -59,6 +59,13 @@ def closeness(policy):
     return 1e-2 if weighed else 1e-4
 
 
+@pytest.fixture
+def short_window():
+    """The window is full after 12 tokens, not after 48."""
+    with window_of(8, 4):
+        yield
+
+
 @pytest.fixture(scope="module")
 def doubles():
     made = {name: make_model(name).double() for name in ("llama", "llava-llama")}
@@ -80,6 +87,7 @@ def agrees(model, inputs, variant, kv_dtype, new=NEW):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_window")
 @pytest.mark.parametrize(
     ("variant", "kv_dtype"),
     [(x, "int4") for x in VARIANTS] + [(x, "int8") for x in (GROUPS, DROPS)],
@@ -92,6 +100,12 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
     """
     inputs = exact(make_inputs("llava-llama", (57, 30, 42)))
     agrees(doubles("llava-llama"), inputs, variant, kv_dtype)
+
+
+@pytest.mark.slow
+def test_a_full_window_equals_masking(doubles):
+    """Of the usual size: after 48 generated tokens."""
+    agrees(doubles("llama"), make_inputs("llama", (30,)), GROUPS, "int4", new=52)
 
 
 @cases("dtype", [torch.float64, torch.bfloat16], torch.bfloat16)
@@ -113,18 +127,19 @@ def test_large_and_small_blocks_give_the_same_logits(variant, kv_dtype, dtype, m
 @pytest.mark.parametrize(
     ("policy", "options", "rounds"),
     [
-        ("snapkv", {"decode": "rounds", "every": 16, "latest": 3}, range(19, NEW, 16)),
-        ("adakv", {"decode": "rounds", "every": 40, "latest": 0}, [40]),
+        ("snapkv", {"decode": "rounds", "every": 4, "latest": 1}, range(5, NEW, 4)),
+        ("adakv", {"decode": "rounds", "every": 10, "latest": 0}, [10]),
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("short_window")
 def test_the_newest_stay_exact_where_generated_tokens_are_evicted(doubles, policy, options, rounds):
-    """A round leaves the newest 32 in the window."""
+    """A round leaves the newest 8 in a short window."""
     model, inputs = doubles("llama"), exact(make_inputs("llama", (96,)))
     options = {**short(policy), **options}
     with mmkv.wrapped(model, policy, 60, kv_dtype="int4", **options):
         logits, tokens, cache, held = generate(model, inputs, new=NEW)
-    assert cache.compressed[0].keeping().stored.start == 96 + max(0, rounds[-1] - 32)
+    assert cache.compressed[0].keeping().stored.start == 96 + max(0, rounds[-1] - 8)
     expected = masked_logits(model, inputs, tokens, held, bits=4, rounds=rounds)
     torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=0)
 
@@ -174,6 +189,7 @@ def test_several_tokens_at_once_and_more_than_expected(doubles, kv_dtype):
 
 
 @cases("policy, kv_dtype", [("adakv", "int8"), ("condense", "int4")], ("adakv", "int8"))
+@pytest.mark.usefixtures("short_window")
 def test_autocast_does_not_round_codes(policy, kv_dtype, monkeypatch, tmp_path):
     """Prompt, steps and a saved context: keys and values are in 16 bits there, products are not."""
     model, inputs, attend = make_model("llama"), make_inputs("llama", (96, 57)), KeptKV.attend
@@ -353,12 +369,13 @@ def test_a_large_common_part_of_keys_costs_nothing(kv_dtype):
 
 @cases("lengths", [(1,), (3, 1)], (3, 1))
 @pytest.mark.parametrize("policy", ["full", "streaming"])
+@pytest.mark.usefixtures("short_window")
 def test_keys_of_rows_without_codes_get_their_mean_from_the_first_codes(doubles, lengths, policy):
     """Where all that a prompt keeps is exact, these are generated tokens, or those of a turn."""
     model, inputs = doubles("llama"), make_inputs("llama", lengths)
     n_first = max(1, mmkv.get_policy(policy).sinks)
     with mmkv.wrapped(model, policy, 1.0, kv_dtype="int4"):
-        logits, tokens, _, held = generate(model, inputs, new=70)
+        logits, tokens, _, held = generate(model, inputs, new=18)
         cache = generate(model, inputs, new=1)[2]
         assert (mean_of(cache) == 0).all(-1).any()
         more = continued(inputs, make_inputs("llama", (60,) * len(lengths))["input_ids"])

@@ -1,12 +1,30 @@
 """What a cache in 8 or 4 bits says, token by token, as the pages describe it."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor
 
 NEWEST, BULK, GROUP = 32, 16, 64
+
+
+@contextmanager
+def window_of(newest: int, bulk: int) -> Iterator[None]:
+    """Another size of the window, here and in the package: a short one is full after few steps."""
+    from mmkv.cache import evict, quantize
+
+    sizes = {"NEWEST": newest, "BULK": bulk, "WINDOW": newest + bulk}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in sizes.items():
+            patch.setattr(quantize, name, size)
+            patch.setitem(globals(), name, size)
+        for name in ("NEWEST", "WINDOW"):
+            patch.setattr(evict, name, sizes[name])
+        yield
 
 
 @cache

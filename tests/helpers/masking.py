@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, LogitsProcessor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from helpers.few_bits import NEWEST, Row
+from helpers import few_bits
+from helpers.few_bits import Row
 from mmkv.cache import compressed
 from mmkv.cache import evict as evicting
 from mmkv.cache.layer import CompressedLayer
@@ -248,7 +249,7 @@ def masked_logits(
                 _merge_all(cache, kept[t + 1], there, merge.name, _positions(mask))
             generated = 0 if q > 1 else generated + 1
             if bits is not None and (q > 1 or t + 1 in rounds):
-                newest = min(generated, NEWEST)
+                newest = min(generated, few_bits.NEWEST)
                 _store_all(cache, kept[t + 1], bits, n_first, mask.shape[1] - newest)
             else:
                 for layer, rows in _state["rows"].items():
