@@ -50,12 +50,15 @@ def doubles():
 
 
 def agrees(model, variant, inputs=None, settings=None, **options):
-    """Each row of a conversation says and holds what it does alone."""
+    """Each row of a conversation says and holds what it does alone.
+
+    Compared are the row without padding in its prompt, and the one with the most.
+    """
     inputs = make_inputs("llama", ROWS["padded"]) if inputs is None else inputs
     settings = {**(settings or {}), **options_of(variant)}
     with mmkv.wrapped(model, variant.policy, variant.budget, **settings):
         together = ragged_talk(model, inputs, TURNS, **options)
-        for b in range(len(inputs["input_ids"])):
+        for b in (0, 1):
             alone = ragged_talk(model, row_of(inputs, b), TURNS, rows=[b], **options)
             same_as_alone(together, alone, b)
 
@@ -109,7 +112,7 @@ def test_prompt_with_hidden_tokens_equals_prompt_without(models, variant):
     places = [x.nonzero()[:, 0] for x in inputs["attention_mask"]]
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
         logits, words, _, held = generate(model, inputs, new=5)
-        for b, place in enumerate(places):
+        for b, place in enumerate(places[:2]):
             alone, said, _, kept = generate(model, row_of(inputs, b), new=5)
             assert torch.equal(words[b : b + 1], said)
             torch.testing.assert_close(logits[:, b : b + 1], alone, atol=1e-4, rtol=0)
@@ -134,9 +137,9 @@ def second_turn(model, inputs, words, ends):
 
 @cases("variant", ENDING, "snapkv", "streaming", "condense", ids=str)
 def test_padding_after_an_early_end_is_hidden_or_warned_of(models, variant, caplog):
-    """Two replies end early: `generate` feeds these rows 26 and 13 tokens of padding, alone one."""
-    model, inputs, ends = models("llama"), make_inputs("llama", ROWS["padded"]), (4, 30, 17)
-    words = torch.randint(4, VOCAB, (3, 30), generator=torch.Generator().manual_seed(3))
+    """Two replies end early: `generate` feeds these rows 12 and 7 tokens of padding, alone one."""
+    model, inputs, ends = models("llama"), make_inputs("llama", ROWS["padded"]), (4, 16, 9)
+    words = torch.randint(4, VOCAB, (3, 16), generator=torch.Generator().manual_seed(3))
     policy = mmkv.get_policy(variant.policy, **options_of(variant))
     with mmkv.wrapped(model, policy, variant.budget):
         if policy.decode.every and policy.merge is not None:
@@ -154,4 +157,4 @@ def test_padding_after_an_early_end_is_hidden_or_warned_of(models, variant, capl
         assert not warned
     else:
         (text,) = warned
-        assert text.startswith("row 0: attention_mask hides 25 generated tokens, for which decode=")
+        assert text.startswith("row 0: attention_mask hides 11 generated tokens, for which decode=")
