@@ -190,7 +190,7 @@ def simulated(decode, first, n, size, steps, distance, sinks):
 )
 def test_budget_counts_generated_tokens_by_decoding_part(models, policy, options, budget):
     """grow: on top of it. ratio: its share of, or number among, all. fixed: in others' place."""
-    lengths, new = (60, 12, 31), 40
+    lengths, new = (60, 12, 31), 28
     model, inputs = models("llama"), make_inputs("llama", lengths)
     chosen = mmkv.get_policy(policy, **options)
     with mmkv.wrapped(model, chosen, budget):

@@ -15,7 +15,7 @@ from helpers.models import ragged_turn
 from mmkv.cache.forward_pass import Reading
 from mmkv.policy import Policy
 
-NEW = 12
+NEW = 9
 ROWS = {"one": (96,), "padded": (90, 41, 66)}
 
 

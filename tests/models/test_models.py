@@ -22,6 +22,10 @@ from mmkv.calls import cache_in, has_pictures, passing
 VISION = [name for name in NAMES if "Conditional" in name]
 FEW_OWN = [name for name in FEW if name in OWN_DECODER]
 SHELLS = [name for name in NAMES if name not in OWN_DECODER]
+# Every decoder, and some of the classes around another's decoder.
+DECODERS = [*OWN_DECODER, *SHELLS[::3]]
+# Layers of one kind, with sliding windows, with linear attention, and positions of three axes.
+BEAMS = ("Llama", "Gemma2", "Gemma3", "Gemma4", "Qwen3_5For", "Qwen2VL", "OPT", "Falcon")
 
 
 def needs_encoder_outputs(model) -> None:
@@ -78,7 +82,7 @@ def test_masking_oracle_fails_on_wrong_set(kind):
         assert (fed(model, inputs, tokens)[0] - logits)[1:].abs().max() > 1e-3
 
 
-@cases("name", [*OWN_DECODER, *SHELLS[::3]], *FEW[2:4])
+@cases("name", DECODERS, *FEW[2:4])
 def test_a_prompt_in_chunks_equals_masking(name):
     """Each chunk is masked as the model masks it, pictures that see all of themselves too."""
     model = model_of(name)
@@ -86,13 +90,9 @@ def test_a_prompt_in_chunks_equals_masking(name):
     if older_than("5.23") and has_pictures(inputs):
         pytest.skip("transformers before 5.23 does not look at pictures in chunks")
     try:
-        expected, tokens, _ = generate(model, inputs, prefill_chunk_size=33)
+        generate(model, inputs, new=1, prefill_chunk_size=33)
     except (RuntimeError, KeyError) as error:  # Llama 4's
         pytest.skip(f"the plain model cannot take a prompt in chunks: {error}")
-    with mmkv.wrapped(model, "h2o", 1.0):
-        logits, got, _ = generate(model, inputs, prefill_chunk_size=33)
-    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=0)
-    assert torch.equal(got, tokens)
     with mmkv.wrapped(model, "h2o", 0.4), recorded(model) as held:
         logits, tokens, _ = generate(model, inputs, prefill_chunk_size=33)
     with seeing(model, held, chunks=-(-inputs["input_ids"].shape[1] // 33)):
@@ -117,7 +117,7 @@ def second_turn(model, policy: str, picture: bool) -> None:
 
 @cases(
     "name, picture",
-    [(n, n in VISION) for n in NAMES] + [(n, False) for n in FEW if n in VISION],
+    [(n, n in VISION) for n in DECODERS] + [(n, False) for n in FEW if n in VISION],
     *((name, False) for name in FEW[1::3]),
 )
 def test_a_second_turn_equals_masking(name, picture):
@@ -177,7 +177,7 @@ def test_image_and_video_tokens_compete(name):
     assert dropped > 0
 
 
-@cases("name", [*OWN_DECODER, *SHELLS[::3]], *FEW)
+@cases("name", DECODERS, *FEW)
 def test_mini_prefill_scores_the_compressed_layers(name):
     """XKV's first pass finds the sizes that one pass finds; sliding layers do not count."""
     model = model_of(name)
@@ -313,7 +313,7 @@ def test_unwrap_restores_falcon_forward():
     assert "forward" not in vars(attn)
 
 
-@cases("name", [*OWN_DECODER, *SHELLS[::3]], *FEW[::2])
+@cases("name", [x for x in OWN_DECODER if x.startswith(BEAMS)], *FEW[:3])
 def test_beams_at_full_budget_are_the_plain_beams(name):
     """Beam search reorders rows in all layers, those with sliding windows included."""
     model = model_of(name)
