@@ -5,6 +5,7 @@ import json
 import os
 import runpy
 import socket
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -222,21 +223,40 @@ def test_stop_keeps_finished_rows(model, tokenizer, tmp_path, monkeypatch):
     assert len(read_rows(tmp_path / "rows.jsonl")) == 6  # three batches of two
 
 
+# Another process: lmms-eval makes the locks of one process the same lock.
+TAKE_LOCK = """import sys, filelock
+with filelock.FileLock(sys.argv[1]).acquire(timeout=0):
+    print("taken", flush=True)
+    sys.stdin.read()
+"""
+
+
+def other_process(folder):
+    """It takes the lock of a run, and prints so, and keeps it until its input ends."""
+    command = [sys.executable, "-c", TAKE_LOCK, str(folder / ".lock")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, **pipes)
+
+
 def test_second_run_in_a_folder_is_refused_while_the_first_one_writes(
     model, tokenizer, tmp_path, monkeypatch
 ):
-    refused, real = [], runner.measure
+    with other_process(tmp_path) as other:
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(RunError, match="another process is writing this run"):
+            run(model, tokenizer, tmp_path, policies=["full"], metrics=["ppl"])
+    assert [x.name for x in tmp_path.iterdir()] == [".lock"]
+    said, real = [], runner.measure
 
     def start_second(*args):
-        if not refused:
-            with pytest.raises(RunError, match="another process is writing this run") as error:
-                run(model, tokenizer, tmp_path, policies=["full"], metrics=["ppl"])
-            refused.append(error)
+        if not said:
+            said.extend(other_process(tmp_path).communicate())
         return real(*args)
 
     monkeypatch.setattr(runner, "measure", start_second)
     rows = run(model, tokenizer, tmp_path, policies=["full"], metrics=["ppl"])
-    assert refused
+    assert said[0] == ""
+    assert "Timeout" in said[1]
     assert len(rows) == len(make_samples())
     assert run(model, tokenizer, tmp_path, policies=["full"], metrics=["ppl"]) == rows
 
