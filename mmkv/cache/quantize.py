@@ -365,12 +365,27 @@ class QuantizedKV:
     def _take_mean(self, at: slice) -> None:
         """Take the mean of the keys at these places of the window, for rows that have no codes."""
         has_codes = (self.mean != 0).any(-1, keepdim=True)
-        held = (self.exact != 0).flatten(2).any(-1)[..., None]
+        held = self._filled()[..., None]
         total = self.exact[:, at, 0].to(self.mean.dtype).sum(1, keepdim=True)
         mean = total / held[:, at].sum(1, keepdim=True).clamp(min=1)
         mean.masked_fill_(has_codes, 0.0)
         self.mean += mean
         self.exact[:, :, 0] -= mean * held
+
+    def _filled(self) -> Tensor:
+        """Return which exact places hold a token of their own, bool [R, X]; the window is full.
+
+        A pair may be zeros, as that of the padding token is in the first layer.
+        """
+        window, first = self.exact_slots[:, :WINDOW, None], self.exact_slots[:, None, WINDOW:]
+        filled = (self.exact != 0).flatten(2).any(-1)
+        if self.reuses:
+            filled[:, :WINDOW] |= (window != first).all(-1)
+        else:
+            filled[:, :WINDOW] = True
+        if not self.short:
+            filled[:, WINDOW:] = True
+        return filled
 
     def select(self, rows: Sequence[Tensor]) -> QuantizedKV:
         """Return a copy of rows of each block, int64 [n], which may repeat; n may be 0.

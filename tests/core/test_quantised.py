@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import mmkv
 from helpers.few_bits import Row, fake_quantise, rotated_by, window_of
 from helpers.marks import cases
-from helpers.masking import masked_logits
-from helpers.models import IMAGE, continued, make_inputs, make_model, next_turn
+from helpers.masking import Feed, masked_logits
+from helpers.models import IMAGE, PAD, VOCAB, continued, make_inputs, make_model, next_turn
 from helpers.oracle import Variant, generate, options_of, short
 from mmkv.cache import codes, products, quantize
 from mmkv.cache.forward_pass import AttentionCall
@@ -382,6 +382,23 @@ def test_keys_of_rows_without_codes_get_their_mean_from_the_first_codes(doubles,
         cache = generate(model, more, new=1, past_key_values=cache)[2]
         assert (mean_of(cache) != 0).any(-1).all()
     expected = masked_logits(model, inputs, tokens, held, bits=4, n_first=n_first)
+    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("short_window")
+@pytest.mark.parametrize("policy", ["full", "streaming", "h2o"])
+def test_a_generated_pair_of_zeros_counts_in_the_mean(doubles, policy):
+    """The padding token's embedding is 0, and so are its key and value in the first layer."""
+    model, inputs = doubles("llama"), make_inputs("llama", (1,))
+    words = torch.randint(4, VOCAB, (1, NEW), generator=torch.Generator().manual_seed(4))
+    words[:, 2] = PAD
+    n_first = max(1, mmkv.get_policy(policy).sinks)
+    with mmkv.wrapped(model, policy, 1.0, kv_dtype="int4"):
+        logits, tokens, _, held = generate(
+            model, inputs, logits_processor=[Feed(words, 1)], new=NEW
+        )
+    assert torch.equal(tokens, words)
+    expected = masked_logits(model, inputs, words, held, bits=4, n_first=n_first)
     torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=0)
 
 
