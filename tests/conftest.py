@@ -91,12 +91,12 @@ def models() -> Any:
     """Tiny models by name, one of each a session; tests must leave them unwrapped."""
     from helpers.models import make_model
 
-    made: dict[str, torch.nn.Module] = {}
+    made: dict[tuple[str, int | None], torch.nn.Module] = {}
 
-    def get(name: str) -> torch.nn.Module:
-        if name not in made:
-            made[name] = make_model(name)
-        return made[name]
+    def get(name: str, layers: int | None = None) -> torch.nn.Module:
+        if (name, layers) not in made:
+            made[name, layers] = make_model(name, layers=layers)
+        return made[name, layers]
 
     return get
 

@@ -12,7 +12,7 @@ from helpers.oracle import generate, prefilled, top, window_scores
 from helpers.sizes import row_sizes
 from mmkv.registry import exact_share
 
-L, H, G = 3, 2, 2
+L, H, G = 2, 2, 2
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_budget_below_pinned_tokens_is_noted(text_model, caplog):
         assert notes == [
             "row 1: budget 0.2 gives 8 of 40 tokens a layer, too few for window 32, sinks 4; "
             "its window is 4 instead",
-            "row 2: budget 0.2 gives 2.33 of 12 tokens a layer, too few for window 32, sinks 4; "
+            "row 2: budget 0.2 gives 2.5 of 12 tokens a layer, too few for window 32, sinks 4; "
             "its window is 1 instead; each layer keeps 5",
         ]
         assert [record.getMessage() for record in caplog.records] == ["; ".join(notes)]
@@ -73,9 +73,9 @@ def test_generated_tokens_taking_the_whole_budget_are_noted(text_model):
     """A round of old generated tokens begins before a fifth of all holds the latest ones."""
     with mmkv.wrapped(text_model, "condense", 0.2, decode="rounds", latest=8, every=8, least=0):
         *_, cache, _ = generate(text_model, make_inputs("llama", (20,)), new=18)
-    # 22 of 108 tokens over three layers, rounded.
+    # 14 of 72 tokens over two layers, rounded.
     text = (
-        "row 0: budget 0.2 gives 7.33 of 36 tokens a layer, too few for sinks 1, latest 8; each "
+        "row 0: budget 0.2 gives 7 of 36 tokens a layer, too few for sinks 1, latest 8; each "
         "layer keeps 9"
     )
     assert cache.report().notes[-1] == text

@@ -19,7 +19,7 @@ from mmkv.calls import cache_in
 from mmkv.decode.slots import SlotSchedule
 
 D = 250  # a head dimension that nothing else has: it tells keys, values and queries from the rest
-HEADS = 4
+LAYERS, HEADS = configs.TEXT["num_hidden_layers"], 4
 POLICIES = ["prefixkv", "adakv", "h2o", "condense"]
 
 
@@ -157,7 +157,7 @@ def test_bytes_after_an_interrupt(model, policy, when, chunk):
     observed = mmkv.get_policy(policy, **short(policy)).window_size
     tails = 0 if chunk is None or when == "while decoding" else observed
     of_pairs = cache.nbytes - sum(b.nbytes for b in cache.blocks)
-    assert 0 <= held_since(before) - of_pairs <= 3 * 2 * HEADS * tails * D * 4
+    assert 0 <= held_since(before) - of_pairs <= LAYERS * 2 * HEADS * tails * D * 4
     assert cache.nbytes > 0
     found.clear()
     options.clear()
@@ -186,10 +186,10 @@ def test_headline_gives_kept_share_of_prompt(model, policy, options):
     for kept in held[-1]:
         fresh = int((kept >= since).sum())
         of_prompt, of_reply = of_prompt + int(pairs_of(kept).sum()) - fresh, of_reply + fresh
-    pairs = 3 * 2 * (sum(report.seen) - 2 * report.generated)
+    pairs = LAYERS * 2 * (sum(report.seen) - 2 * report.generated)
     assert report.prompt_fraction == pytest.approx(of_prompt / pairs)
     assert report.to_dict()["prompt_fraction"] == report.prompt_fraction
-    mean = f"{of_reply / (3 * 2 * 2):.1f}".removesuffix(".0")
+    mean = f"{of_reply / (LAYERS * 2 * 2):.1f}".removesuffix(".0")
     beside = f"{report.generated}" if "condense" in policy else f"{mean} of {report.generated}"
     assert report.headline == (
         f"{of_prompt / pairs:.1%} of the prompt kept, and {beside} generated tokens"

@@ -66,7 +66,7 @@ def test_later_turn_groups_kept_pairs(models):
     model, inputs = models("llama"), make_inputs("llama", (90,))
     with mmkv.wrapped(model, "condense", 0.2, least=0), torch.no_grad():
         cache = model(**inputs, use_cache=True).past_key_values
-        before = [slots_of(cache, i, 0, 0) for i in range(3)]
+        before = [slots_of(cache, i, 0, 0) for i in range(len(cache.layers))]
         cache.expect()
         model(input_ids=torch.arange(10, 60)[None], past_key_values=cache)
     for i, (_, old) in enumerate(before):
@@ -145,8 +145,8 @@ def test_later_score_gets_group_weights(models):
         held = [layer.dense() for layer in cache.layers]
         cache.expect()
         model(input_ids=torch.arange(10, 40)[None], past_key_values=cache)
-    assert given[:3] == [None] * 3
-    for log_weights, before in zip(given[3:], held, strict=True):
+    assert given[: len(held)] == [None] * len(held)
+    for log_weights, before in zip(given[len(held) :], held, strict=True):
         log_weights, n = log_weights.view(1, 2, -1), before.log_weights.shape[-1]
         assert before.weights.sum(-1).tolist() == [[90.0, 90.0]]
         assert (before.log_weights > 0).sum() > 10
@@ -212,7 +212,7 @@ def test_newest_tokens_take_at_most_an_eighth_of_the_slots(size: int, newest: in
 def test_a_token_keeps_the_largest_score_of_all_turns(models, monkeypatch):
     """What an earlier turn's observers would miss most stays, though no later one asks for it."""
     model, inputs = models("llama"), make_inputs("llama", (60,))
-    found: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    found: dict[int, list[torch.Tensor]] = {i: [] for i in range(model.config.num_hidden_layers)}
     importance = selection.importance
 
     def recorded(policy, layer, *rows):
@@ -226,7 +226,7 @@ def test_a_token_keeps_the_largest_score_of_all_turns(models, monkeypatch):
         _, words, cache, held = generate(model, inputs, new=2)
         more = next_turn(inputs, torch.cat([inputs["input_ids"], words], 1), False, new=12)
         *_, kept = generate(model, more, new=1, past_key_values=cache)
-    for layer in range(3):
+    for layer in found:
         first, second = found[layer]
         place = torch.cat([held[1][layer], torch.arange(61, 74).expand(1, 2, 13)], -1)
         known = first.gather(-1, held[1][layer].clamp(max=59))

@@ -136,7 +136,7 @@ def test_heads_with_different_tokens_are_rows() -> None:
 @pytest.mark.parametrize("policy", ["defensive", "layer-defensive"])
 def test_the_best_of_the_layer_or_of_the_model_stay(policy) -> None:
     """Of a model's own queries, keys, values and projections."""
-    N, L, size = 60, 3, 16
+    N, L, size = 60, 2, 16
     model, inputs = make_model("llama"), make_inputs("llama", (N,))
     seen: dict[int, LayerInputs] = {}
     chosen = mmkv.get_policy(policy, window=WINDOW)

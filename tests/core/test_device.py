@@ -14,7 +14,7 @@ import mmkv
 from helpers.marks import cases
 from helpers.masking import generate, same_run
 from helpers.models import continued, make_inputs, make_model
-from helpers.oracle import DECODING, READING, REPLAYED, ROWS, Variant, options_of, short
+from helpers.oracle import DECODING, READING, REPLAYED, ROWS, Variant, depth, options_of, short
 from helpers.pretend_cuda import install
 from helpers.pretending import DEVICE, Devices, OnDevice, move
 from helpers.profiles import profile_of
@@ -39,10 +39,10 @@ def there():
     """Models with their weights on the GPU."""
     made = {}
 
-    def get(name):
-        if name not in made:
-            made[name] = move(make_model(name))
-        return made[name]
+    def get(name, layers=None):
+        if (name, layers) not in made:
+            made[name, layers] = move(make_model(name, layers=layers))
+        return made[name, layers]
 
     return get
 
@@ -127,15 +127,15 @@ PICTURES = [Variant("prefixkv", (("protect", "instruction"),), 0.85), Variant("x
 def test_every_policy_runs_on_one_device_and_decodes_without_waiting(
     models, there, gpu, unwrapped, variant, name
 ):
-    inputs = make_inputs(name, ROWS["padded"])
-    model = models(name)
+    inputs, layers = make_inputs(name, ROWS["padded"]), depth(variant.policy)
+    model = models(name, layers)
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
         expected, tokens, plain = generate(model, inputs, new=FEW)
-    model = there(name)
-    if name not in unwrapped:
-        with waits(model, gpu) as unwrapped[name]:
+    model = there(name, layers)
+    if (name, layers) not in unwrapped:
+        with waits(model, gpu) as unwrapped[name, layers]:
             generate(model, on_gpu(inputs), new=FEW)
-    alone = unwrapped[name]
+    alone = unwrapped[name, layers]
     options = {"graph": False, **options_of(variant)}
     with waits(model, gpu) as found, mmkv.wrapped(model, variant.policy, variant.budget, **options):
         logits, got, cache = generate(model, on_gpu(inputs), new=FEW)
@@ -151,7 +151,8 @@ CODED = Variant("snapkv", (("kv_dtype", "int4"),))
 @cases("variant", [*READING, CODED], Variant("prefixkv"), CODED, ids=str)
 def test_prompt_waits_for_host_only_where_heads_differ(there, gpu, variant):
     """`allowed` counts the waits for masks, a second pass, sizes, and bits of a group's number."""
-    inputs, model = on_gpu(make_inputs("llama", ROWS["padded"])), there("llama")
+    inputs = on_gpu(make_inputs("llama", ROWS["padded"]))
+    model = there("llama", depth(variant.policy))
     L = model.config.num_hidden_layers
 
     def waited():

@@ -14,7 +14,7 @@ import mmkv
 from helpers.codes import coded_block
 from helpers.masking import generate, same_run
 from helpers.models import make_inputs, make_model
-from helpers.oracle import REPLAYED, ROWS, options_of, short
+from helpers.oracle import REPLAYED, ROWS, depth, options_of, short
 from mmkv.attach.graph import capture
 from mmkv.cache.kernels import attend
 
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 NEW = 40
 
 
-def here(name: str, rows: str, device: str = "cuda:0"):
+def here(name: str, rows: str, device: str = "cuda:0", layers: int | None = None):
     """A model and inputs on the device."""
     inputs = {k: v.to(device) for k, v in make_inputs(name, ROWS[rows]).items()}
-    return make_model(name).to(device), inputs
+    return make_model(name, layers=layers).to(device), inputs
 
 
 def both(model, inputs, policy, budget, **options):
@@ -58,7 +58,7 @@ def captures(monkeypatch):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("variant", REPLAYED, ids=str)
 def test_replayed_steps_equal_steps(variant, rows, captures):
-    model, inputs = here("llama", rows)
+    model, inputs = here("llama", rows, layers=depth(variant.policy))
     same_run(*both(model, inputs, variant.policy, variant.budget, **options_of(variant)), 2e-3)
     assert captures, "nothing was captured"
 

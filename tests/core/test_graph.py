@@ -133,7 +133,7 @@ def test_a_prompt_in_chunks_is_no_step(models, on_cpu, caplog, policy):
     for replays in (False, True):
         with mmkv.wrapped(model, policy, 0.4, graph=replays, **short(policy)):
             first, tokens, cache = generate(model, inputs, new=20, prefill_chunk_size=16)
-            held = [cache.kept(i) for i in range(3)]
+            held = [cache.kept(i) for i in range(len(cache.layers))]
             turn = continued(inputs, tokens, tokens[:, :1])
             options = {"past_key_values": cache, "prefill_chunk_size": 1}
             later, *_ = generate(model, turn, new=20, **options)
@@ -181,12 +181,12 @@ def test_more_tokens_than_slots(models, on_cpu, monkeypatch, policy, captures):
 def test_replays_hold_few_empty_slots(models, on_cpu, policy, length):
     """For an answer that may be long: some 256 at first, and never more than were dropped."""
     model, inputs = models("llama"), make_inputs("llama", (length,))
-    held, caches = [], []
+    L, held, caches = model.config.num_hidden_layers, [], []
 
     def look(ids, scores):
         cache = caches[0]
-        kept = sum(int((cache.kept(i) >= 0).sum()) for i in range(3)) / (3 * 2)
-        slots = sum(b.positions.numel() for b in cache.blocks) / (3 * 2)
+        kept = sum(int((cache.kept(i) >= 0).sum()) for i in range(L)) / (L * 2)
+        slots = sum(b.positions.numel() for b in cache.blocks) / (L * 2)
         held.append((slots, kept, cache.get_seq_length()))
         return torch.tensor([len(held) == 20])
 

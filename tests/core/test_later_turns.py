@@ -12,13 +12,13 @@ import mmkv
 from helpers.marks import cases, older_than
 from helpers.masking import held_sets, masked_logits
 from helpers.models import IMAGE, make_inputs, next_turn, scaled_model
-from helpers.oracle import Variant, generate, options_of, window_scores
+from helpers.oracle import Variant, depth, generate, options_of, window_scores
 from helpers.sizes import of_row
 
 ROWS = (66, 41)
 NEW = 7  # tokens generated in each turn, of which the last is read with the next turn
 TURNS = (30, 3)  # tokens asked in each later turn; the second is shorter than the window
-L, H, G = 3, 2, 2
+L, H, G = 2, 2, 2
 
 VARIANTS = [
     Variant("h2o"),
@@ -311,13 +311,14 @@ def test_generated_tokens_compete_with_images(models, variant):
         assert any(generated - set(head.tolist()) for layer in talk.held[-1] for head in layer[b])
 
 
-def test_squeeze_sizes_layers_by_the_turn(models):
+def test_squeeze_sizes_layers_by_the_turn():
     """A turn is a prompt again: its own tokens decide which layers change the stream little.
 
     The first layer reads nothing of the prompt's words, so it does not change them; it changes the
     turn's.
     """
-    model, inputs, first = scaled_model("llama"), make_inputs("llama", (200,)), 60
+    L = depth("squeeze")
+    model, inputs, first = scaled_model("llama", L), make_inputs("llama", (200,)), 60
     model.get_input_embeddings().weight.data[:first, :32] = 0
     model.model.layers[0].self_attn.v_proj.weight.data[:, 32:] = 0
     inputs["input_ids"] = 4 + inputs["input_ids"] % (first - 4)  # no padding among them

@@ -7,7 +7,7 @@ from helpers.masking import held_sets
 from helpers.models import IMAGE, make_inputs, make_model
 from helpers.oracle import generate
 
-L = 3
+L = 2
 
 
 def test_lookm_pictures_of_earlier_turns_leave_first():

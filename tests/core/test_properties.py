@@ -16,11 +16,13 @@ from helpers.marks import cases, since
 from helpers.masking import masked_logits, pairs_of
 from helpers.memory import storages
 from helpers.models import IMAGE_TOKENS, continued, ending, make_inputs, make_model, row_of
-from helpers.oracle import generate, short
+from helpers.oracle import depth, generate, short
 from mmkv.merge.neighbours import MergeByFeature
 
-L = 3
-MODELS = {name: make_model(name) for name in ("llama", "llama-mha", "llama-mqa", "llava-llama")}
+L = 3  # as few as SqueezeAttention sizes
+MODELS = {
+    name: make_model(name, layers=L) for name in ("llama", "llama-mha", "llama-mqa", "llava-llama")
+}
 PICTURE_FROM = 16  # tokens of the shortest row that holds a picture: it is all of that row
 OPTIONS = {
     "window": st.integers(1, 64),
@@ -181,7 +183,7 @@ def test_any_policy_on_any_prompt(case):
 
 def spends(layers, share=0.4, lengths=(60, 33)):
     """Whether each row keeps its share."""
-    return [round(share * L * n) for n in lengths] == [
+    return [round(share * len(layers) * n) for n in lengths] == [
         sum(float(pairs_of(x)[b].float().mean()) for x in layers) for b in range(len(lengths))
     ]
 
@@ -193,7 +195,8 @@ def spends(layers, share=0.4, lengths=(60, 33)):
 )
 def test_extreme_scores(policy, extreme):
     """All-equal scores, and attention so peaked that all but one score vanish."""
-    model, inputs = make_model("llama").double(), make_inputs("llama", (60, 33))
+    model = make_model("llama", layers=depth(policy)).double()
+    inputs = make_inputs("llama", (60, 33))
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(extreme)
@@ -243,8 +246,11 @@ def test_infinite_scores(policy, odd, share):
 
 @cases("policy", mmkv.list_policies(), "prefixkv", "h2o", "condense")
 def test_overflowed_model(policy):
-    """Attention that is NaN throughout: the same NaN as without us, and the budget."""
-    model, inputs = make_model("llama"), make_inputs("llama", (60, 33))
+    """Attention that is NaN throughout: the same NaN as without us, and the budget.
+
+    The first layer is finite, the queries of the second are NaN, and all that the third is given.
+    """
+    model, inputs = make_model("llama", layers=3), make_inputs("llama", (60, 33))
     with torch.no_grad():
         model.model.layers[1].self_attn.q_proj.weight.fill_(math.inf)
     with mmkv.wrapped(model, policy, 0.4, **short(policy)):
@@ -261,7 +267,8 @@ def test_overflowed_model(policy):
 )
 def test_half_precision(policy, dtype):
     """As near to float32 over the same tokens as the plain model in half precision is."""
-    model, inputs = make_model("llama").to(dtype), make_inputs("llama", (60, 33))
+    model = make_model("llama", layers=depth(policy)).to(dtype)
+    inputs = make_inputs("llama", (60, 33))
     exact = copy.deepcopy(model).float()
     options = short(policy)
     if isinstance(mmkv.get_policy(policy).merge, MergeByFeature):
@@ -272,7 +279,7 @@ def test_half_precision(policy, dtype):
     for t in range(8):
         seen = torch.cat([everything, torch.ones(2, t, dtype=torch.bool)], dim=1)
         places = torch.arange(60 + t).masked_fill(~seen, -1)[:, None].expand(-1, 2, -1)
-        whole.append([places] * 3)
+        whole.append([places] * model.config.num_hidden_layers)
     usual = (plain - masked_logits(exact, inputs, words, whole)).abs().max()
     with mmkv.wrapped(model, policy, 0.4, **options):
         logits, tokens, cache, held = generate(model, inputs, new=8)
@@ -310,7 +317,7 @@ def test_100_generations_leak_nothing():
         with mmkv.wrapped(model, policy, budget, **options):
             if i % 5 == 3:
                 error, passes = rng.choice([KeyboardInterrupt, RuntimeError]), rng.randrange(2)
-                layer = model.model.layers[rng.randrange(3)]
+                layer = rng.choice(model.model.layers)
                 broken = layer.register_forward_hook(ending(error, after=passes))
                 with broken, pytest.raises(error):
                     model.generate(**inputs, **asked)

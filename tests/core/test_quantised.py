@@ -98,7 +98,7 @@ def test_eviction_equals_masking(doubles, variant, kv_dtype):
 
     No number of these rows lies halfway between two codes.
     """
-    inputs = exact(make_inputs("llava-llama", (57, 30, 42)))
+    inputs = exact(make_inputs("llava-llama", (57, 30, 42), seed=1))
     agrees(doubles("llava-llama"), inputs, variant, kv_dtype)
 
 
@@ -275,9 +275,9 @@ def test_reported_error_equals_loop(doubles, policy, kv_dtype):
                 exact, read = (torch.stack([x[i][n] for x in pairs]) for i in (0, 1))
                 per_row[name].append(float((exact - read).norm() / exact.norm()))
         for name, errors in per_row.items():
-            assert getattr(layer, name) == pytest.approx(sum(errors) / 3, rel=1e-4)
+            assert getattr(layer, name) == pytest.approx(sum(errors) / len(ROWS), rel=1e-4)
     for name in ("key_error", "value_error"):
-        mean = sum(getattr(x, name) for x in report.layers) / 3
+        mean = sum(getattr(x, name) for x in report.layers) / len(report.layers)
         assert getattr(report, name) == pytest.approx(mean)
         assert report.to_dict()["layers"][0][name] == getattr(report.layers[0], name)
         assert 1e-3 < mean < (0.01 if kv_dtype == "int8" else 0.1)
@@ -371,8 +371,11 @@ def test_a_large_common_part_of_keys_costs_nothing(kv_dtype):
 @pytest.mark.parametrize("policy", ["full", "streaming"])
 @pytest.mark.usefixtures("short_window")
 def test_keys_of_rows_without_codes_get_their_mean_from_the_first_codes(doubles, lengths, policy):
-    """Where all that a prompt keeps is exact, these are generated tokens, or those of a turn."""
-    model, inputs = doubles("llama"), make_inputs("llama", lengths)
+    """Where all that a prompt keeps is exact, these are generated tokens, or those of a turn.
+
+    No number of these rows lies halfway between two codes.
+    """
+    model, inputs = doubles("llama"), make_inputs("llama", lengths, seed=3)
     n_first = max(1, mmkv.get_policy(policy).sinks)
     with mmkv.wrapped(model, policy, 1.0, kv_dtype="int4"):
         logits, tokens, _, held = generate(model, inputs, new=18)

@@ -16,6 +16,7 @@ from helpers.oracle import (
     ROWS,
     VARIANTS,
     Variant,
+    depth,
     generate,
     options_of,
     ragged_talk,
@@ -65,7 +66,7 @@ def agrees(model, variant, inputs=None, settings=None, **options):
 
 @cases("variant", RAGGED, "snapkv", ids=str)
 def test_a_ragged_turn_equals_singles(models, variant):
-    agrees(models("llama"), variant)
+    agrees(models("llama", depth(variant.policy)), variant)
 
 
 @cases("variant", MASKED, "snapkv", ids=str)

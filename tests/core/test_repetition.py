@@ -14,7 +14,7 @@ from helpers.oracle import prefilled, top
 from mmkv.layer_inputs import LayerInputs
 from mmkv.policies.kvzip import Repetition
 
-L, H, G = 3, 2, 2
+L, H, G = 2, 2, 2
 
 
 @pytest.mark.parametrize("outputs", [False, True])

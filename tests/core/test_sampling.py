@@ -16,7 +16,7 @@ from mmkv.cache.compressed import CompressedCache
 from mmkv.cache.prompt_kv import PromptKV
 from mmkv.cache.sampling import SampledSizes
 
-L = 3
+L = 2
 SAMPLED = {"allocation": "sampled", "samples": 2, "window": 6}
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import mmkv
 from helpers.configs import TEXT
 from helpers.models import make_inputs, make_model
-from helpers.oracle import READING, Variant, options_of
+from helpers.oracle import READING, Variant, depth, options_of
 from helpers.processes import exit_code
 from helpers.profiles import profile_of
 from mmkv.scores.window import WindowAttention
@@ -25,7 +25,8 @@ def save_model(folder: Path) -> Path:
     """Four key-value heads; in float64, so that what a sum is rounded to decides nothing."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
-    model = LlamaForCausalLM(LlamaConfig(**{**TEXT, **heads})).double()
+    sizes = {**TEXT, **heads, "num_hidden_layers": depth("squeeze")}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).double()
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     return folder

@@ -8,7 +8,7 @@ import torch
 import mmkv
 from helpers.marks import cases
 from helpers.models import make_inputs
-from helpers.oracle import READING, generate, options_of
+from helpers.oracle import READING, depth, generate, options_of
 
 
 def replies(model, inputs, variant):
@@ -38,7 +38,8 @@ def restored():
 )
 @cases("variant", READING, "condense", ids=str)
 def test_defaults_change_nothing(models, set_default, variant):
-    model, inputs = models("llama"), make_inputs("llama", (90, 41))
+    model = models("llama", depth(variant.policy))
+    inputs = make_inputs("llama", (90, 41))
     logits, kept = replies(model, inputs, variant)
     set_default()
     found, positions = replies(model, inputs, variant)

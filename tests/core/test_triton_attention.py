@@ -83,7 +83,7 @@ def test_attention_in_steps_of_a_model_equals_that_of_products(
     def compared(query, keys, values, visible, scale, softcap, *, replayed):
         expected = kernels.attend(query, keys, values, visible, scale, softcap)
         calls.append(keys.short)
-        if len(calls) % 23 == 0 and not keys.short:
+        if len(calls) % 19 == 0 and not keys.short:
             same(kernel(query, keys, values, visible, scale), expected)
         return expected
 
@@ -92,7 +92,7 @@ def test_attention_in_steps_of_a_model_equals_that_of_products(
     model, inputs = models("llama"), make_inputs("llama", lengths)
     with mmkv.wrapped(model, policy, **options):
         model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False)
-    assert len(calls) > 23
+    assert len(calls) > 19
     assert set(calls) == {short}
 
 

@@ -12,7 +12,7 @@ import mmkv
 from helpers.marks import cases
 from helpers.masking import masked_logits
 from helpers.models import continued, make_inputs, make_model
-from helpers.oracle import generate, short
+from helpers.oracle import depth, generate, short
 from mmkv.cache.prompt_kv import PromptKV
 
 
@@ -76,7 +76,7 @@ class TestOurAttentionRuns:
     def test_layer_bypassing_attention_raises(self, text_model):
         """The hand-over is checked at each layer, the last one included."""
         inputs = make_inputs("llama", (40,))
-        for i in range(3):
+        for i in range(len(text_model.model.layers)):
             with mmkv.wrapped(text_model, "snapkv", 0.5, window=6):
                 attn = text_model.model.layers[i].self_attn
                 whole, attn.config = attn.config, text_model.config
@@ -97,8 +97,8 @@ class TestOurAttentionRuns:
             assert generate(text_model, inputs, new=3)[2].get_seq_length() == 42
 
     @pytest.mark.parametrize("policy", ["snapkv", "kvzip", "squeeze"])
-    def test_prompt_stopped_between_chunks_is_continued(self, text_model, policy):
-        inputs = make_inputs("llama", (96,))
+    def test_prompt_stopped_between_chunks_is_continued(self, policy):
+        model, inputs = make_model("llama", layers=depth(policy)), make_inputs("llama", (96,))
         chunked = {"prefill_chunk_size": 32, "new": 4}
 
         def stop_in_third_chunk(module, args, kwargs):
@@ -106,12 +106,12 @@ class TestOurAttentionRuns:
                 caches.append(cache)
                 raise KeyboardInterrupt
 
-        with mmkv.wrapped(text_model, policy, 0.3, **short(policy)):
-            whole, caches = generate(text_model, inputs, **chunked)[0], []
-            stopping = text_model.register_forward_pre_hook(stop_in_third_chunk, with_kwargs=True)
+        with mmkv.wrapped(model, policy, 0.3, **short(policy)):
+            whole, caches = generate(model, inputs, **chunked)[0], []
+            stopping = model.register_forward_pre_hook(stop_in_third_chunk, with_kwargs=True)
             with stopping, pytest.raises(KeyboardInterrupt):
-                generate(text_model, inputs, **chunked)
-            continued = generate(text_model, inputs, **chunked, past_key_values=caches[0])[0]
+                generate(model, inputs, **chunked)
+            continued = generate(model, inputs, **chunked, past_key_values=caches[0])[0]
         torch.testing.assert_close(continued, whole, atol=1e-5, rtol=0)
 
     @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
@@ -121,7 +121,7 @@ class TestOurAttentionRuns:
 
         def fail(*args):
             calls.append(1)
-            if len(calls) == 3:
+            if len(calls) == len(text_model.model.layers):
                 raise kind
             return extended(*args)
 
@@ -191,7 +191,7 @@ class TestMasksOverThePast:
         if budget == 1.0 or policy in ("full", "snapkv", "adakv"):
             second, _ = talk([1], feed[1:, :ended], pads[1:, : 60 + ended] & False)
             torch.testing.assert_close(together[:, 1:], second, atol=1e-4, rtol=0)
-        for i in range(3):
+        for i in range(len(cache.layers)):
             held = cache.kept(i)[1]
             assert not ((held >= 60 + ended) & (held < 60 + total)).any()
         assert cache.lengths == [92, 92 - (total - ended)]
@@ -208,7 +208,7 @@ class TestMasksOverThePast:
             cache, mask = out.past_key_values, inputs["attention_mask"]
             found.append(out.logits[:, -1])
             for t in range(3):
-                held.append([cache.kept(i) for i in range(3)])
+                held.append([cache.kept(i) for i in range(len(cache.layers))])
                 mask = torch.cat([mask, mask.new_ones(2, 1)], dim=1)
                 shown = mask.clone()
                 if t == 1:
@@ -269,26 +269,27 @@ class TestMasksOverThePast:
 
 class TestCopies:
     @cases("policy", ["snapkv", "xkv", "squeeze"], "xkv")
-    def test_a_deep_copy_is_independent(self, text_model, policy):
-        inputs = make_inputs("llama", (70,))
-        mmkv.wrap(text_model, policy, 0.5, **short(policy))
-        before = generate(text_model, inputs, new=6)[0]
-        twin = copy.deepcopy(text_model)
+    def test_a_deep_copy_is_independent(self, policy):
+        model, inputs = make_model("llama", layers=depth(policy)), make_inputs("llama", (70,))
+        mmkv.wrap(model, policy, 0.5, **short(policy))
+        before = generate(model, inputs, new=6)[0]
+        twin = copy.deepcopy(model)
         for p in twin.parameters():
             torch.nn.init.normal_(p, std=0.15, generator=torch.Generator().manual_seed(1))
-        alone = make_model("llama")
+        alone = make_model("llama", layers=depth(policy))
         alone.load_state_dict(twin.state_dict())
         with mmkv.wrapped(alone, policy, 0.5, **short(policy)):
             expected = generate(alone, inputs, new=6)
         found = generate(twin, inputs, new=6)
         torch.testing.assert_close(found[0], expected[0])
-        assert all(torch.equal(found[2].kept(i), expected[2].kept(i)) for i in range(3))
+        kept = [[x.kept(i) for i in range(len(x.layers))] for x in (found[2], expected[2])]
+        assert all(torch.equal(*pair) for pair in zip(*kept, strict=True))
         assert mmkv.is_wrapped(twin)
         mmkv.unwrap(twin)
-        assert mmkv.is_wrapped(text_model)
-        torch.testing.assert_close(generate(text_model, inputs, new=6)[0], before)
+        assert mmkv.is_wrapped(model)
+        torch.testing.assert_close(generate(model, inputs, new=6)[0], before)
         assert not hasattr(generate(twin, inputs, new=2)[2], "kept")
-        mmkv.unwrap(text_model)
+        mmkv.unwrap(model)
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in twin.modules())
 
     def test_a_shallow_copy_is_refused(self, text_model):
@@ -350,7 +351,7 @@ class TestWhatPoliciesAreGiven:
             models("llama-mha").generate(**inputs, past_key_values=cache, max_new_tokens=2)
 
     def test_reset_after_a_chunked_prompt(self, models):
-        model, inputs = models("llama"), make_inputs("llama", (60,))
+        model, inputs = models("llama", depth("squeeze")), make_inputs("llama", (60,))
         with mmkv.wrapped(model, "squeeze", 0.5):
             expected = generate(model, inputs, new=2, prefill_chunk_size=16)[2]
             cache = generate(model, inputs, new=2, prefill_chunk_size=7)[2]

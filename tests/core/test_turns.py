@@ -11,7 +11,7 @@ from helpers import masking, zoo
 from helpers.marks import cases
 from helpers.masking import masked_logits, pairs_of
 from helpers.models import continued, make_inputs, make_model, next_turn, row_of
-from helpers.oracle import DECODERS, DECODING, EITHER, READING, ROWS, generate, options_of
+from helpers.oracle import DECODERS, DECODING, EITHER, READING, ROWS, depth, generate, options_of
 from mmkv.cache.prompt_kv import PromptKV
 
 
@@ -31,7 +31,8 @@ def in_rows(variants):
 @cases("variant", READING, "prefixkv", "adakv", ids=str)
 def test_a_prompt_in_chunks_is_the_prompt(models, variant):
     """prefill_chunk_size evicts once, when the prompt is complete, and changes nothing else."""
-    model, inputs = models("llama"), make_inputs("llama", ROWS["padded"])
+    model = models("llama", depth(variant.policy))
+    inputs = make_inputs("llama", ROWS["padded"])
     with mmkv.wrapped(model, variant.policy, variant.budget, **options_of(variant)):
         logits, tokens, _, held = generate(model, inputs, new=6)
         chunked, words, _, kept = generate(model, inputs, new=6, prefill_chunk_size=33)
@@ -44,7 +45,8 @@ def test_a_prompt_in_chunks_is_the_prompt(models, variant):
 @cases("variant, rows", in_rows(READING), "adakv", ids=str)
 def test_evicting_after_every_chunk_equals_masking(models, variant, rows):
     """evict_chunks=True: every chunk competes with what the chunks before it left."""
-    model, inputs = models("llama"), make_inputs("llama", ROWS[rows])
+    model, inputs = models("llama", depth(variant.policy)), make_inputs("llama", ROWS[rows])
+    L = model.config.num_hidden_layers
     chunk = 20  # two of the padded rows begin in a later chunk
     options = options_of(variant)
     with mmkv.wrapped(model, variant.policy, variant.budget, evict_chunks=True, **options):
@@ -60,15 +62,15 @@ def test_evicting_after_every_chunk_equals_masking(models, variant, rows):
     torch.testing.assert_close(logits, expected[len(chunks) - 1 :], atol=1e-4, rtol=0)
     if policy.keeps_all or variant.budget is None:
         return
-    most = [variant.budget * 3] * len(chunks)
+    most = [variant.budget * L] * len(chunks)
     for b, length in enumerate(ROWS[rows]):
         for t, pairs in enumerate(held[: len(chunks)]):
             seen = min(length, length - inputs["input_ids"].shape[1] + (t + 1) * chunk)
             seen = max(seen, 0)
             if isinstance(variant.budget, float):
-                most[t] = max(round(variant.budget * 3 * seen), 3 * min(policy.least, seen))
+                most[t] = max(round(variant.budget * L * seen), L * min(policy.least, seen))
             counts = [pairs_of(layer)[b].float().mean().item() for layer in pairs]
-            assert sum(counts) <= max(most[t], 3 * policy.sinks + 3 * policy.window_size)
+            assert sum(counts) <= max(most[t], L * policy.sinks + L * policy.window_size)
 
 
 @pytest.mark.slow
@@ -91,8 +93,9 @@ def test_memory_is_the_budget_and_one_chunk_at_any_length(models, policy, monkey
     assert max(most) <= 40 + 100
     assert len(sizes) == 15 + 1
     # Slots for 40 tokens, and the 16 at the least that are set aside for more.
-    pair = 3 * 2 * 2 * 16 * 4
-    weights = 3 * 2 * 4 if policy == "condense" else 0
+    L = model.config.num_hidden_layers
+    pair = L * 2 * 2 * 16 * 4
+    weights = L * 2 * 4 if policy == "condense" else 0
     assert max(sizes) <= (40 + 16 + 1) * (pair + weights)
     assert cache.get_seq_length() == 1501
 
@@ -108,7 +111,8 @@ def held(output):
 def test_turns_equal_masking(models, variant, rows):
     """A second turn competes with what the first one left; evicting is masking throughout."""
     name = {"one": "llama", "padded": "llava-llama"}[rows]
-    model, inputs = models(name), make_inputs(name, ROWS[rows])
+    model, inputs = models(name, depth(variant.policy)), make_inputs(name, ROWS[rows])
+    L = model.config.get_text_config().num_hidden_layers
     options = options_of(variant)
     with mmkv.wrapped(model, variant.policy, variant.budget, **options):
         first, words, cache, held = generate(model, inputs, new=FIRST)
@@ -132,9 +136,9 @@ def test_turns_equal_masking(models, variant, rows):
         length = int(second["attention_mask"][b].sum())
         counts = [pairs_of(layer)[b].float().mean().item() for layer in kept[0]]
         if isinstance(variant.budget, int):
-            assert sum(counts) <= 3 * variant.budget
+            assert sum(counts) <= L * variant.budget
         elif variant.budget is not None:
-            most = max(round(variant.budget * 3 * length), 3 * min(policy.least, length))
+            most = max(round(variant.budget * L * length), L * min(policy.least, length))
             assert sum(counts) <= most
             if policy.layers.name == "uniform" and not policy.heads.scope:
                 assert sum(counts) == most
@@ -200,13 +204,14 @@ def test_several_tokens_without_generate_are_that_many_steps(models, policy, opt
         together = model(input_ids=more, past_key_values=cache).logits
         single = [model(input_ids=x[None, None], past_key_values=twin).logits for x in more[0]]
     torch.testing.assert_close(together, torch.cat(single, dim=1), atol=1e-4, rtol=0)
-    for i in range(3):
+    for i in range(len(cache.layers)):
         assert torch.equal(cache.kept(i), twin.kept(i))
 
 
 def test_row_without_tokens_does_not_delay_others(models):
     """The second row begins in the third chunk."""
     model, inputs = models("llama"), make_inputs("llama", (60, 17))
+    L = model.config.num_hidden_layers
     with mmkv.wrapped(model, "knorm", 0.5, evict_chunks=True):
         sizes = []
 
@@ -216,10 +221,10 @@ def test_row_without_tokens_does_not_delay_others(models):
 
         with model.register_forward_hook(look):
             *_, cache = masking.generate(model, inputs, new=1, prefill_chunk_size=20)
-    assert sizes == [[10] * 3, [20] * 3, [30] * 3]
+    assert sizes == [[10] * L, [20] * L, [30] * L]
     for b, n in enumerate((60, 17)):
-        kept = [int((cache.kept(i)[b] >= 0).sum()) for i in range(3)]
-        assert sum(kept) == 2 * round(0.5 * 3 * n)
+        kept = [int((cache.kept(i)[b] >= 0).sum()) for i in range(L)]
+        assert sum(kept) == 2 * round(0.5 * L * n)
 
 
 @cases(
@@ -230,7 +235,7 @@ def test_row_without_tokens_does_not_delay_others(models):
 )
 def test_evicting_after_every_chunk_equals_singles(variant, kv_dtype):
     """Each row begins with a chunk, so it is cut alike alone; float64 rounds codes alike."""
-    model, lengths = make_model("llama").double(), (80, 40, 20)
+    model, lengths = make_model("llama", layers=depth(variant.policy)).double(), (80, 40, 20)
     inputs, options = make_inputs("llama", lengths), options_of(variant)
     with mmkv.wrapped(
         model, variant.policy, variant.budget, evict_chunks=True, kv_dtype=kv_dtype, **options

@@ -13,7 +13,7 @@ from helpers.oracle import generate
 from mmkv import planning
 from mmkv.sizes.profiled import VISUAL_FILE, proportional
 
-L, H, G = 3, 2, 2
+L, H, G = 2, 2, 2
 
 
 def with_regions(seed: int = 0):

@@ -60,8 +60,8 @@ def test_rows_have_figures_and_origin(model, tokenizer, tmp_path):
         assert row["ppl"] == pytest.approx(perplexity(row["nll"], row["answer_tokens"]))
         assert row["tokens_per_s"] > 0
         assert row["new_tokens"] == 6
-        # 3 layers, 2 key-value heads of width 16, keys and values in float32.
-        assert row["full_bytes"] == row["prompt_tokens"] * 3 * 2 * 2 * 16 * 4
+        # 2 layers, 2 key-value heads of width 16, keys and values in float32.
+        assert row["full_bytes"] == row["prompt_tokens"] * 2 * 2 * 2 * 16 * 4
         assert row["cache_bytes"] == pytest.approx(row["kept_fraction"] * row["full_bytes"])
         if row["policy"] == "full" or row["budget"] == 1.0:
             assert row["kept_fraction"] == row["rouge"] == row["retained"] == 1.0
@@ -285,9 +285,9 @@ def test_a_changed_profile_or_plugin_is_refused(model, tokenizer, tmp_path, regi
     profile, plugin, asked = tmp_path / "p.json", tmp_path / "mine.py", {"metrics": ["ppl"]}
     asked |= {"policies": [f"prefixkv:profile={profile}"], "budgets": [0.5]}
     code = "import mmkv\nmmkv.register_policy('mine')(type('M', (mmkv.Policy,), {}))"
-    profile.write_text("[0.4, 0.5, 0.6]")
+    profile.write_text("[0.4, 0.6]")
     run(model, tokenizer, tmp_path / "a", **asked)
-    profile.write_text("[0.6, 0.5, 0.4]")
+    profile.write_text("[0.6, 0.4]")
     with pytest.raises(RunError, match=r"files=.*p\.json.*choose another --out"):
         run(model, tokenizer, tmp_path / "a", **asked)
     for text in (code, f"# changed\n{code}"):

@@ -93,7 +93,7 @@ def test_planned_bytes_include_all_that_condense_holds(size, kv_dtype, decode):
 def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
     """What is padded counts: the slots of a real cache, which keeps what was asked for."""
     model, batch, prompt = make_model("llama"), 2, 300
-    scores = ((0.5, 0.6), (1.0, 0.0), (0.3, 0.3))
+    scores = ((0.5, 0.6), (1.0, 0.0))
     profile = mmkv.Profile(retrieval=scores)
     with mmkv.wrapped(model, "condense", 0.3, profile=profile) as wrapped:
         config = wrapped._mmkv.plan
@@ -101,12 +101,12 @@ def test_heads_of_a_profile_share_blocks(tmp_path, capsys, monkeypatch):
             **make_inputs("llama", (prompt, prompt)), max_new_tokens=1, return_dict_in_generate=True
         )
     blocks = [block for layer in out.past_key_values.layers for block in layer.state.blocks]
-    assert len(blocks) == 4
+    assert len(blocks) == 3
     assert out.past_key_values.report().kept_fraction == pytest.approx(0.3, abs=0.01)
     kept = sum(int((block.positions >= 0).sum()) for block in blocks)
     wide = sum(len(x.positions) * int((x.positions >= 0).sum(-1).max()) for x in blocks)
     empty = empty_slots(config, prompt)
-    assert empty == pytest.approx((wide - kept) / (3 * 2 * batch))
+    assert empty == pytest.approx((wide - kept) / (len(scores) * 2 * batch))
     assert empty > 0
     profile = mmkv.Profile(retrieval=(tuple(i / 31 for i in range(32)), (0.5,) * 32))
     profile.save(tmp_path / "profile.json")
@@ -172,7 +172,7 @@ def test_default_prompt_fits_the_model(capsys):
 def test_planned_tokens_equal_real_cache_after_each_step(name, budget, options):
     """Tokens of a layer, per head."""
     policy = mmkv.get_policy(name, **options, **({"window": 8} if name == "snapkv" else {}))
-    model, sizes = make_model("llama"), []
+    model, sizes = make_model("llama", layers=3), []  # with a mean size that `held` is close to
     with mmkv.wrapped(model, policy, budget), torch.no_grad():
         cache = model(**make_inputs("llama", (60,))).past_key_values
         for _ in range(100):

@@ -10,7 +10,7 @@ IMAGE, VIDEO, PAD, VOCAB = 3, 5, 0, 120
 TEXT = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,

@@ -14,23 +14,27 @@ _CLASSES = {"llama": "LlamaForCausalLM", "llava-llama": "LlavaForConditionalGene
 _KEY_VALUE_HEADS = {"llama-mha": 4, "llama-mqa": 1}
 
 
-def make_model(name: str, attn: str = "sdpa") -> torch.nn.Module:
-    """A tiny model: llama, llama-mha, llama-mqa or llava-llama."""
+def make_model(name: str, attn: str = "sdpa", layers: int | None = None) -> torch.nn.Module:
+    """A tiny model: llama, llama-mha, llama-mqa or llava-llama; of two layers by default."""
     kind = _CLASSES["llama" if name in _KEY_VALUE_HEADS else name]
     config = CONFIGS[kind]()
     if name in _KEY_VALUE_HEADS:
         config.num_key_value_heads = _KEY_VALUE_HEADS[name]
-    config.get_text_config().max_position_embeddings = 2048
+    text = config.get_text_config()
+    text.max_position_embeddings = 2048
+    text.num_hidden_layers = layers or text.num_hidden_layers
     model = zoo.build(kind, config, attn)
     # A reply with an image token would stand for a picture that nobody gave.
     model.generation_config.suppress_tokens = [IMAGE]
     return model
 
 
-def scaled_model(name: str) -> torch.nn.Module:
+def scaled_model(name: str, layers: int | None = None) -> torch.nn.Module:
     """With a scale of its own in each layer, as Gemma's differ from `D ** -0.5`."""
-    model = make_model(name, "eager")
-    for layer, scale in zip(model.get_decoder().layers, (0.5, 0.1, 0.9), strict=True):
+    model = make_model(name, "eager", layers)
+    decoder_layers = model.get_decoder().layers
+    scales = (0.5, 0.1, 0.9)[: len(decoder_layers)]
+    for layer, scale in zip(decoder_layers, scales, strict=True):
         layer.self_attn.scaling = scale
     return model
 

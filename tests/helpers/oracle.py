@@ -40,6 +40,14 @@ def short(policy: str) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if name in made.flat()}
 
 
+def depth(policy: str) -> int | None:
+    """Layers of a model whose layers a policy can size, if more than a tiny model has.
+
+    SqueezeAttention sorts layers into three groups, and of fewer layers all are of one size.
+    """
+    return 3 if mmkv.get_policy(policy).layers.name == "squeeze" else None
+
+
 COMPOSED = [
     Variant("xkv", (("heads", "adaptive"),)),
     Variant("xkv", (("allocation", "one-pass"),)),

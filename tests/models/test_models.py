@@ -276,7 +276,7 @@ def changed(name: str, **settings):
         ),
         (
             lambda: tf.Qwen3_5ForCausalLM(
-                tf.Qwen3_5TextConfig(**configs.TEXT, layer_types=["linear_attention"] * 3)
+                tf.Qwen3_5TextConfig(**configs.TEXT, layer_types=["linear_attention"] * 2)
             ),
             r"or linear attention.*nothing to compress",
         ),
