@@ -89,10 +89,7 @@ def parse(text: str) -> float | int:
     """Return the budget of a text: "0.2", "1/5" and "20%" are fractions, "200" is tokens."""
     text = text.strip()
     try:
-        if text.endswith("%"):
-            budget: float | int = float(Decimal(text[:-1].strip()) / 100)
-        else:
-            budget = int(text) if text.lstrip("+-").isdigit() else ratio(text)
+        budget = int(text) if text.lstrip("+-").isdigit() else ratio(text)
     except (ValueError, ArithmeticError):
         raise ValueError(
             f"budget {text!r}: expected a fraction such as 0.2 or 20%, or a number of tokens such "

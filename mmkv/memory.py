@@ -50,20 +50,20 @@ class Memory(float):
 
 
 def _parsed(text: str) -> float:
-    """Return the number of a text such as "6%", "16x", "1/16" or "0.06"."""
-    if text.endswith("%"):
-        return float(text[:-1]) / 100
+    """Return the number of a text such as "16x", or one that `ratio` reads."""
     if text.lower().endswith("x"):
         return 1 / float(text[:-1])
     return ratio(text)
 
 
 def ratio(text: str) -> float:
-    """Return the number of a text such as "1/16" or "0.06".
+    """Return the number of a text such as "1/16", "6%" or "0.06".
 
     Raises:
-        ValueError, ZeroDivisionError: it is no number.
+        ValueError, ArithmeticError: it is no number, or a division by zero.
     """
+    if text.endswith("%"):
+        return float(Decimal(text[:-1].strip()) / 100)
     above, slash, below = text.partition("/")
     return float(above) / float(below) if slash else float(above)
 
