@@ -54,7 +54,8 @@ class QuantizedKV:
         opened: whether there is a window, from the first generated token on.
         reuses: whether a new token may take a slot that was in use.
         short: whether a row may have fewer tokens than places for its first ones: new tokens get
-            the empty slots of such places, and become codes there.
+            the empty slots of such places. They become codes there, or, in a block that `reuses`
+            slots, stay exact.
     """
 
     def __init__(
