@@ -107,6 +107,7 @@ class QuantizedKV:
         coded = filled.scatter(1, exact_slots, False)
         counted = coded.to(keys.dtype)[:, None]
         own_mean = counted @ keys / counted.sum(-1, keepdim=True).clamp(min=1.0)
+        _mark_zeros(own_mean, coded.any(-1)[:, None])
         mean = own_mean if mean is None else torch.where(mean.isnan(), own_mean, mean)
         pairs = _pairs(keys.sub_(mean), values)
         codes, steps = quantised(pairs, bits)
@@ -116,6 +117,7 @@ class QuantizedKV:
         if opened:
             newest, first = exact_slots[:, :WINDOW, None], exact_slots[:, None, WINDOW:]
             own[:, :WINDOW] &= (newest != first).all(-1)
+        _mark_zeros(exact, own)
         exact.masked_fill_(~own[..., None, None], 0.0)
         return cls(
             [(keys.shape[0], keys.shape[1])],
@@ -332,6 +334,7 @@ class QuantizedKV:
         The place of a first token takes the pair that takes its slot, and the window gets zeros.
         """
         self.steps.index_fill_(1, (self._first + slots).flatten(), 0.0)
+        _mark_zeros(pairs, True, self.dtype)
         same = self.exact_slots == slots
         newest, first = same[:, :WINDOW], same[:, WINDOW:]
         self.exact[:, :WINDOW].masked_fill_(newest[..., None, None], 0.0)
@@ -366,27 +369,16 @@ class QuantizedKV:
     def _take_mean(self, at: slice) -> None:
         """Take the mean of the keys at these places of the window, for rows that have no codes."""
         has_codes = (self.mean != 0).any(-1, keepdim=True)
-        held = self._filled()[..., None]
+        held = (self.exact != 0).flatten(2).any(-1)[..., None]
+        if not self.reuses:  # the window is full
+            held[:, :WINDOW] = True
         total = self.exact[:, at, 0].to(self.mean.dtype).sum(1, keepdim=True)
-        mean = total / held[:, at].sum(1, keepdim=True).clamp(min=1)
+        counts = held[:, at].sum(1, keepdim=True)
+        mean = total / counts.clamp(min=1)
+        _mark_zeros(mean, counts[..., 0] > 0)
         mean.masked_fill_(has_codes, 0.0)
         self.mean += mean
         self.exact[:, :, 0] -= mean * held
-
-    def _filled(self) -> Tensor:
-        """Return which exact places hold a token of their own, bool [R, X]; the window is full.
-
-        A pair may be zeros, as that of the padding token is in the first layer.
-        """
-        window, first = self.exact_slots[:, :WINDOW, None], self.exact_slots[:, None, WINDOW:]
-        filled = (self.exact != 0).flatten(2).any(-1)
-        if self.reuses:
-            filled[:, :WINDOW] |= (window != first).all(-1)
-        else:
-            filled[:, :WINDOW] = True
-        if not self.short:
-            filled[:, WINDOW:] = True
-        return filled
 
     def select(self, rows: Sequence[Tensor]) -> QuantizedKV:
         """Return a copy of rows of each block, int64 [n], which may repeat; n may be 0.
@@ -428,3 +420,14 @@ def _pairs(keys: Tensor, values: Tensor) -> Tensor:
     if missing := keys.shape[-1] - values.shape[-1]:
         values = pad(values, (0, missing))
     return torch.stack([keys, values.to(keys.dtype)], dim=2)
+
+
+def _mark_zeros(x: Tensor, there: Tensor | bool, dtype: torch.dtype | None = None) -> None:
+    """Give numbers that are all 0, though not for lack of a token, a tiny first one.
+
+    `x` is a mean [R, 1, N] or pairs [R, n, 2, N], as those of the padding token in the first layer
+    are 0. `there`, bool [R, n], says which stand for tokens. `dtype` is what x is rounded to later.
+    """
+    numbers = x.view(*x.shape[:2], -1)
+    zeros = (numbers == 0).all(-1) & there
+    numbers[..., 0].masked_fill_(zeros, torch.finfo(dtype or x.dtype).tiny)

@@ -389,20 +389,37 @@ def test_keys_of_rows_without_codes_get_their_mean_from_the_first_codes(doubles,
 
 
 @pytest.mark.usefixtures("short_window")
-@pytest.mark.parametrize("policy", ["full", "streaming", "h2o"])
-def test_a_generated_pair_of_zeros_counts_in_the_mean(doubles, policy):
+@pytest.mark.parametrize(
+    ("policy", "budget", "prompt", "reply"),
+    [
+        ("full", None, [7], [9, 8, PAD]),
+        ("streaming", 1.0, [7], [9, 8, PAD]),
+        ("h2o", 1.0, [7], [9, 8, PAD]),
+        ("full", None, [7, PAD, PAD], []),  # all keys of codes are 0
+        ("full", None, [7], [PAD] * 8),
+        ("streaming", 1.0, [PAD, 7, PAD], []),  # in places of first tokens
+        ("streaming", 100, [7, 8, 9], [PAD]),  # in such a place later
+    ],
+)
+def test_keys_of_padding_tokens_stay_zeros(doubles, policy, budget, prompt, reply):
     """The padding token's embedding is 0, and so are its key and value in the first layer."""
-    model, inputs = doubles("llama"), make_inputs("llama", (1,))
-    words = torch.randint(4, VOCAB, (1, NEW), generator=torch.Generator().manual_seed(4))
-    words[:, 2] = PAD
-    n_first = max(1, mmkv.get_policy(policy).sinks)
-    with mmkv.wrapped(model, policy, 1.0, kv_dtype="int4"):
-        logits, tokens, _, held = generate(
-            model, inputs, logits_processor=[Feed(words, 1)], new=NEW
-        )
-    assert torch.equal(tokens, words)
-    expected = masked_logits(model, inputs, words, held, bits=4, n_first=n_first)
-    torch.testing.assert_close(logits.double(), expected, atol=1e-5, rtol=0)
+    model, ids = doubles("llama"), torch.tensor([prompt])
+    words = torch.randint(4, VOCAB, (1, NEW + 1), generator=torch.Generator().manual_seed(4))
+    words[0, : len(reply)] = torch.tensor(reply)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    feed = [Feed(words, len(prompt))]
+    with mmkv.wrapped(model, policy, budget, kv_dtype="int8"):
+        *_, cache, _ = generate(model, inputs, logits_processor=feed, new=NEW + 1)
+    tokens = torch.cat([ids[0], words[0, :-1]])
+    (block,) = cache.blocks[:1]
+    zeros = (tokens == PAD).nonzero()[:, 0]
+    slots = (block.positions[:, :, None] == zeros).any(-1)
+    keys = cache.compressed[0].keeping().dense().keys
+    for row in range(len(slots)):
+        read = keys.flatten(0, 1)[row][: slots.shape[1]][slots[row]]
+        assert len(read) == len(zeros)
+        assert read.abs().max() < 0.02
+    assert (mean_of(cache) != 0).any()
 
 
 def mean_of(cache):
