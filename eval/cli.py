@@ -157,7 +157,7 @@ def check_readable(loaded: Loaded, samples: Sequence[Sample]) -> None:
     if samples and not loaded.reads_pictures and all(sample.images for sample in samples):
         raise ValueError(
             f"suite {samples[0].suite!r} shows pictures, and model {loaded.name!r} reads text only:"
-            " use continuation, ruler, needle, longbench, documents, cnn_dailymail or xsum"
+            " use prompts, continuation, ruler, needle, longbench, documents, cnn_dailymail or xsum"
         )
 
 
@@ -257,7 +257,7 @@ def report_command(
     from .tabulate import Report
 
     single, target = (folders[0] / "run.json").exists() and len(folders) == 1, out or folders[0]
-    check_place(target)
+    check_place(target, "--out" if out else "run")
     tables, paths = list[Table](), list[Path]()
     if single:
         report = Report(folders[0])
