@@ -193,6 +193,7 @@ def call(*arguments: Any) -> Any:
         (["check", "--policies", "snapkv", "--option", "window"], "expected name=value"),
         (["check", "--max-new-tokens", "1"], "max_new_tokens=1"),
         (["check", "--prompts", "empty.txt"], "empty.txt: has no prompts"),
+        (["report", "empty.txt"], "run empty.txt: empty.txt is a file, not a folder"),
         (["check", "--out", "empty.txt"], "--out empty.txt: empty.txt is a file, not a folder"),
         (["check", "--budgets", "0.1,0.1"], "named twice"),
         (["check", "--policies", "snapkx"], "unknown policy 'snapkx'"),

@@ -236,4 +236,4 @@ class TestWhatTheModelReads:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("mmkv.chat.load", lambda *_: Loaded("mine", None, None))
         said = complaint(capsys, *words.split())
-        assert "shows pictures, and model 'mine' reads text only: use continuation, ruler" in said
+        assert "shows pictures, and model 'mine' reads text only: use prompts, continuation" in said
