@@ -87,14 +87,16 @@ def _checked(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         if Settings.of(self.vllm_config) is not None:
+            from vllm.exceptions import VLLMValidationError  # a server answers it with 400
+
             if resumable:
-                raise ValueError(
+                raise VLLMValidationError(
                     "mmkv in vLLM does not support prompts in pieces (StreamingInput): send the "
                     "whole prompt at once"
                 )
             prefix = (getattr(params, "extra_args", None) or {}).get("mmkv_prefix", 0)
             if type(prefix) is not int:
-                raise ValueError(
+                raise VLLMValidationError(
                     f"mmkv_prefix={prefix!r}: expected how many first tokens later prompts share, "
                     "such as 480"
                 )

@@ -88,3 +88,9 @@ def test_a_chat_answers(client: Any) -> None:
     )
     assert done.usage.prompt_tokens >= 400
     assert done.choices[0].message.content
+
+
+def test_a_bad_prefix_is_answered_with_its_error(client: Any) -> None:
+    extra = {"vllm_xargs": {"mmkv_prefix": "800"}}
+    with pytest.raises(openai.BadRequestError, match="mmkv_prefix='800': expected how many first"):
+        client.completions.create(model="tiny", prompt=[7] * 40, max_tokens=1, extra_body=extra)

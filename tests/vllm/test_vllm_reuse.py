@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
+from vllm.exceptions import VLLMValidationError
 from vllm_engines import BLOCK, Engine, prompts, sampling
 from vllm_reference import Reference, snapkv
 
@@ -88,7 +89,9 @@ def test_a_prefix_that_cannot_be_used_changes_nothing(ask: Any, given: int) -> N
 
 @pytest.mark.parametrize("given", ["480", 480.0, True])
 def test_a_prefix_that_is_no_number_raises(ask: Any, given: Any) -> None:
-    with pytest.raises(ValueError, match=r"mmkv_prefix=.*: expected how many first tokens"):
+    with pytest.raises(
+        VLLMValidationError, match=r"mmkv_prefix=.*: expected how many first tokens"
+    ):
         ask([7] * 40, 32, mmkv_prefix=given)
 
 

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
 import vllm_reference
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.worker import gpu_worker
 from vllm_engines import BLOCK, HEADS, LAYERS, Engine, collect, prompts, sampling
 from vllm_reference import Reference
@@ -108,7 +109,7 @@ class TestCondense:
     def test_prompts_in_pieces_are_refused(self, engine: Engine) -> None:
         process = engine.llm.llm_engine.input_processor.process_inputs
         given: Any = {"prompt_token_ids": [5, 6]}, sampling(2), ("generate",)
-        with pytest.raises(ValueError, match="send the whole prompt at once"):
+        with pytest.raises(VLLMValidationError, match="send the whole prompt at once"):
             process("a", *given, resumable=True)
         assert not process("a", *given).resumable
 
