@@ -423,10 +423,11 @@ def _pairs(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _mark_zeros(x: Tensor, there: Tensor | bool, dtype: torch.dtype | None = None) -> None:
-    """Give numbers that are all 0, though not for lack of a token, a tiny first one.
+    """Set the first number to a tiny one where a token's numbers are all 0: zeros mean no token.
 
-    `x` is a mean [R, 1, N] or pairs [R, n, 2, N], as those of the padding token in the first layer
-    are 0. `there`, bool [R, n], says which stand for tokens. `dtype` is what x is rounded to later.
+    `x` is pairs [R, n, 2, N], which are 0 for the padding token in the first layer, or the mean
+    [R, 1, N] of such keys. `there`, bool [R, n], says where tokens are; True: everywhere. `dtype`
+    is the type to which x is rounded later.
     """
     numbers = x.view(*x.shape[:2], -1)
     zeros = (numbers == 0).all(-1) & there

@@ -76,6 +76,8 @@ def _checked(original: Any) -> Any:
     ends at the time, and earlier ones not again; and an `mmkv_prefix` that is no number.
     """
 
+    from vllm.exceptions import VLLMValidationError  # a server answers it with status 400
+
     @functools.wraps(original)
     def process(
         self: Any,
@@ -87,8 +89,6 @@ def _checked(original: Any) -> Any:
         **kwargs: Any,
     ) -> Any:
         if Settings.of(self.vllm_config) is not None:
-            from vllm.exceptions import VLLMValidationError  # a server answers it with 400
-
             if resumable:
                 raise VLLMValidationError(
                     "mmkv in vLLM does not support prompts in pieces (StreamingInput): send the "
