@@ -19,7 +19,7 @@ from helpers.masking import generate, same_run
 from helpers.models import continued, make_inputs, make_model
 from helpers.oracle import DECODING, ROWS, Variant, options_of, short
 from helpers.pretend_cuda import install
-from helpers.zoo import NAMES, OWN_DECODER, inputs_of, model_of
+from helpers.zoo import EVERY_DECODER, NAMES, inputs_of, model_of
 from mmkv.attach import graph
 from mmkv.cache import kernels, padded_blocks
 from mmkv.calls import cache_in
@@ -281,11 +281,7 @@ if older_than("5.23"):  # a mark for each token seen, in each step
     }
 
 
-# Of the classes around another's decoder one in three.
-CLASSES = OWN_DECODER + [x for x in NAMES if x not in OWN_DECODER][::3]
-
-
-@cases("name", CLASSES, "Qwen2_5_VLForConditionalGeneration")
+@cases("name", EVERY_DECODER, "Qwen2_5_VLForConditionalGeneration")
 def test_every_class_of_model(on_cpu, caplog, monkeypatch, name):
     """Padded prompts, with pictures where the class sees them: replayed, or logged why not."""
     monkeypatch.setattr(graph, "LEAST_STEPS", 9)

@@ -241,7 +241,7 @@ def test_evicting_after_every_chunk_equals_singles(variant, kv_dtype):
         model, variant.policy, variant.budget, evict_chunks=True, kv_dtype=kv_dtype, **options
     ):
         logits, words, _, held = generate(model, inputs, new=5, prefill_chunk_size=20)
-        for b, n in [*enumerate(lengths)][1:]:
+        for b, n in enumerate(lengths[1:], 1):
             given = row_of(inputs, b)
             alone, said, _, kept = generate(model, given, new=5, prefill_chunk_size=20)
             assert torch.equal(words[b : b + 1], said)

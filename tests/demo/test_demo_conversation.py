@@ -314,7 +314,7 @@ def test_page_limits_raise(page, question, settings, message):
 
 
 @pytest.mark.parametrize("words", [1, 3])
-def test_an_answer_that_is_cleared_ends_with_an_empty_page(page, loaded, words):
+def test_cleared_answer_ends_with_an_empty_page(page, loaded, words):
     """Its last words may reach the page after the reply to Clear."""
     events = {x.name: x for x in page.build(Models(["tiny"], lambda _: loaded)).fns.values()}
     ask, clear = events["answer"], events["forget"]

@@ -232,7 +232,7 @@ with filelock.FileLock(sys.argv[1]).acquire(timeout=0):
 
 
 def other_process(folder):
-    """It takes the lock of a run, and prints so, and keeps it until its input ends."""
+    """Start a process that takes a run's lock, says so, and keeps it until its input ends."""
     command = [sys.executable, "-c", TAKE_LOCK, str(folder / ".lock")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, **pipes)

@@ -185,6 +185,9 @@ NAMES = [name for name in CONFIGS if name.partition(":")[0] in SUPPORTED]
 # For what is a decoder's own: without pictures before a decoder that has a class of its own.
 _SHELLS = ("Llava", "InternVL", "Idefics3", "SmolVLM", "PaliGemma")
 OWN_DECODER = [name for name in NAMES if not name.startswith(_SHELLS)]
+SHELLS = [name for name in NAMES if name not in OWN_DECODER]
+# Every decoder, and one in three of the classes around another's decoder.
+EVERY_DECODER = [*OWN_DECODER, *SHELLS[::3]]
 # For `make test`: rotary and learned positions, sliding layers, pictures in the text and in a grid.
 FEW = (
     "LlamaForCausalLM",

@@ -14,16 +14,22 @@ from helpers import configs, zoo
 from helpers.marks import cases, older_than
 from helpers.masking import fed, generate, recorded, seeing
 from helpers.oracle import measured_similarity, prefilled, short
-from helpers.zoo import FEW, NAMES, OWN_DECODER, SUPPORTED, inputs_of, model_of
+from helpers.zoo import (
+    EVERY_DECODER,
+    FEW,
+    NAMES,
+    OWN_DECODER,
+    SHELLS,
+    SUPPORTED,
+    inputs_of,
+    model_of,
+)
 from mmkv import chat
 from mmkv.cache.layer import CompressedLayer
 from mmkv.calls import cache_in, has_pictures, passing
 
 VISION = [name for name in NAMES if "Conditional" in name]
 FEW_OWN = [name for name in FEW if name in OWN_DECODER]
-SHELLS = [name for name in NAMES if name not in OWN_DECODER]
-# Every decoder, and some of the classes around another's decoder.
-DECODERS = [*OWN_DECODER, *SHELLS[::3]]
 # Layers of one kind, with sliding windows, with linear attention, and positions of three axes.
 BEAMS = ("Llama", "Gemma2", "Gemma3", "Gemma4", "Qwen3_5For", "Qwen2VL", "OPT", "Falcon")
 
@@ -82,7 +88,7 @@ def test_masking_oracle_fails_on_wrong_set(kind):
         assert (fed(model, inputs, tokens)[0] - logits)[1:].abs().max() > 1e-3
 
 
-@cases("name", DECODERS, *FEW[2:4])
+@cases("name", EVERY_DECODER, *FEW[2:4])
 def test_a_prompt_in_chunks_equals_masking(name):
     """Each chunk is masked as the model masks it, pictures that see all of themselves too."""
     model = model_of(name)
@@ -117,7 +123,7 @@ def second_turn(model, policy: str, picture: bool) -> None:
 
 @cases(
     "name, picture",
-    [(n, n in VISION) for n in DECODERS] + [(n, False) for n in FEW if n in VISION],
+    [(n, n in VISION) for n in EVERY_DECODER] + [(n, False) for n in FEW if n in VISION],
     *((name, False) for name in FEW[1::3]),
 )
 def test_a_second_turn_equals_masking(name, picture):
@@ -177,7 +183,7 @@ def test_image_and_video_tokens_compete(name):
     assert dropped > 0
 
 
-@cases("name", DECODERS, *FEW)
+@cases("name", EVERY_DECODER, *FEW)
 def test_mini_prefill_scores_the_compressed_layers(name):
     """XKV's first pass finds the sizes that one pass finds; sliding layers do not count."""
     model = model_of(name)

@@ -183,7 +183,7 @@ def test_half_precision_follows_float32(start: Any, twin: Any) -> None:
         assert [x[:1] for x in found] == [expected.generate(x, 1) for x in ids]
 
 
-def test_an_engine_that_traces_its_model_equals_transformers(start: Any, twin: Any) -> None:
+def test_traced_model_equals_transformers(start: Any, twin: Any) -> None:
     """By default vLLM traces a model and compiles its graph; here the graph runs as it is.
 
     The compiler takes 40 seconds, and what it is given is the same.
