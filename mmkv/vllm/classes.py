@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 
 # The most classes. Six lose nothing next to sizes of each head's own (docs/serving.md).
 CLASSES = 6
@@ -12,6 +12,8 @@ CLASSES = 6
 _WHOLE = 0.75
 # The heads are cut into at least so many parts of equal size, of which classes are made.
 _PARTS = 15
+# The squared differences of some classes from their means, and where each class ends.
+_Cut = tuple[float, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -66,19 +68,25 @@ def _cut(parts: list[list[float]]) -> tuple[int, ...]:
         [0.0, *accumulate(sum(x**power for x in part) for part in parts)] for power in (1, 2)
     )
 
-    def cost(ends: tuple[int, ...]) -> float:
-        total = 0.0
-        for first, end in pairwise((0, *ends)):
-            count = (end - first) * len(parts[0])
-            total += squares[end] - squares[first] - (sums[end] - sums[first]) ** 2 / count
-        return total
+    def cost(first: int, end: int) -> float:
+        count = (end - first) * len(parts[0])
+        return squares[end] - squares[first] - (sums[end] - sums[first]) ** 2 / count
 
-    def even(ends: tuple[int, ...]) -> bool:
-        counts = [end - first for first, end in pairwise((0, *ends))]
-        return all(count % min(counts) == 0 for count in counts)
-
-    cuts = ((*x, n) for k in range(min(CLASSES, n)) for x in combinations(range(1, n), k))
-    return min((x for x in cuts if even(x)), key=lambda x: (round(cost(x), 9), len(x)))
+    found: list[_Cut] = []
+    for size in (x for x in range(1, n + 1) if n % x == 0):  # of the smallest class
+        # The best cut of the first parts, by their number and whether a class has this size.
+        best: dict[tuple[int, bool], _Cut] = {(0, False): (0.0, ())}
+        for _ in range(CLASSES):
+            longer: dict[tuple[int, bool], _Cut] = {}
+            for (first, has), (total, ends) in best.items():
+                for end in range(first + size, n + 1, size):
+                    key = end, has or end == first + size
+                    cut = round(total + cost(first, end), 9), (*ends, end)
+                    longer[key] = min(longer.get(key, cut), cut)
+            best = longer
+            if (n, True) in best:
+                found.append(best[n, True])
+    return min(found, key=lambda x: (x[0], len(x[1])))[1]
 
 
 def _raised(shares: list[float], counts: list[int], total: float) -> list[float]:

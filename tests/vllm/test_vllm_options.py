@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+import time
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +178,29 @@ def test_classes_keep_the_budget_and_divide_evenly() -> None:
     lowest = [min(targets[x] for x in of.heads) for of in found]
     highest = [max(targets[x] for x in of.heads) for of in found]
     assert all(a >= b for a, b in zip(lowest, highest[1:], strict=False))
+
+
+def test_targets_differ_least_from_the_means_of_their_classes() -> None:
+    targets = {(i, 0): random.Random(i).random() ** 4 for i in range(19)}
+    ordered = sorted(targets.values(), reverse=True)
+
+    def classes(ends: tuple[int, ...]) -> list[list[float]]:
+        return [ordered[a:b] for a, b in pairwise((0, *ends, 19))]
+
+    def difference(ends: tuple[int, ...]) -> float:
+        return sum(len(x) * statistics.pvariance(x) for x in classes(ends))
+
+    cuts = (x for k in range(CLASSES) for x in combinations(range(1, 19), k))
+    least = min((x for x in cuts if 1 in map(len, classes(x))), key=difference)
+    found = classes_of(targets, statistics.mean(ordered))
+    assert [len(x.heads) for x in found] == [len(x) for x in classes(least)]
+
+
+def test_heads_of_many_layers_are_classed_at_once() -> None:
+    targets = {(i, h): random.Random(8 * i + h).random() ** 4 for i in range(61) for h in range(8)}
+    started = time.perf_counter()
+    assert len(classes_of(targets, 0.2)) == CLASSES
+    assert time.perf_counter() - started < 5
 
 
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.6])
