@@ -310,7 +310,7 @@ class Impl(AttentionImpl[Metadata]):
             keys.float().contiguous(),  # rows are read by index, many times
             values.float().contiguous(),
             self.scale,
-            batch.rotary(part.name),
+            batch.rotary(part),
             partial(batch.output_weights, part),
             partial(batch.of_output_weights, part),
             batch.image_tokens(row.request, b),

@@ -98,9 +98,9 @@ def image_tokens(request: str, length: int) -> Tensor:
     return marks
 
 
-def rotary(layer_name: str) -> tuple[Tensor, Tensor, bool] | None:
-    """Return cos and sin [positions, R] of a layer, and whether dimensions interleave."""
-    module = _neighbour(layer_name, ("rotary_emb",))
+def rotary(part: Any) -> tuple[Tensor, Tensor, bool] | None:
+    """Return cos and sin [positions, R] of a part's layer, and whether dimensions interleave."""
+    module = _neighbour(part.layer, ("rotary_emb",))
     return None if module is None else state().once(module, partial(_table, module))
 
 
@@ -121,7 +121,7 @@ def output_weights(part: Any) -> Tensor:
     It is asked for its columns, as quantized or repacked weights cannot be read (vLLM's CPU linear
     layers delete theirs).
     """
-    layer, module = part.layer, _neighbour(part.name, _OUTPUTS)
+    layer, module = part.layer, _neighbour(part.layer, _OUTPUTS)
     assert module is not None
     group, dim = layer.num_heads // layer.num_kv_heads, layer.head_size
     with layer.kv_cache.device:
@@ -137,10 +137,19 @@ def of_output_weights(part: Any, function: Callable[[Tensor], Tensor]) -> Tensor
     return state().once((part, function), lambda: function(output_weights(part)))
 
 
-def _neighbour(layer_name: str, names: tuple[str, ...]) -> Any:
-    """Return the first of the modules that stands next to the attention `...self_attn.attn.h0`."""
-    parent = runner().get_model().get_submodule(layer_name.rsplit(".", 2)[0])
-    return next((getattr(parent, x) for x in names if getattr(parent, x, None) is not None), None)
+def _neighbour(layer: Any, names: tuple[str, ...]) -> Any:
+    """Return the first of the modules that stands next to the attention which `layer` is part of.
+
+    vLLM's name of a layer is no path in some models of pictures, so modules are found by identity.
+    """
+    parents = state().once("parents", _parents)
+    module = parents[parents[layer]]
+    return next((getattr(module, x) for x in names if getattr(module, x, None) is not None), None)
+
+
+def _parents() -> dict[Any, Any]:
+    """Return the parent of each of the model's modules."""
+    return {child: x for x in runner().get_model().modules() for child in x.children()}
 
 
 def _clearing(replaces: Callable[..., Any]) -> Callable[..., Any]:

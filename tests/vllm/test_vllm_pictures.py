@@ -11,6 +11,8 @@ import torch
 pytest.importorskip("vllm.v1", reason="vLLM is not installed: make test-vllm")
 
 from PIL import Image
+from vllm.model_executor.models import llava as llava_of_vllm
+from vllm.model_executor.models.utils import maybe_prefix as join
 from vllm_engines import BLOCK, VOCAB, sampling
 from vllm_reference import NAME, Reference, condense
 
@@ -66,6 +68,9 @@ def test_prompts_with_pictures_equal_transformers(
         return compress(prompt, *args)
 
     monkeypatch.setattr(backend, "compress", noting)
+    # In some of vLLM's models a layer's name is no path of modules, as kanana_v's `model` here.
+    names = {"language_model": "model"}
+    monkeypatch.setattr(llava_of_vllm, "maybe_prefix", lambda a, b: join(a, names.get(b, b)))
     requests = [{"prompt": x, "multi_modal_data": {"image": images}} for x, images in asked]
     with start({"budget": 0.3}, model=str(llava), limit_mm_per_prompt={"image": 3}) as engine:
         done = engine.llm.generate(requests, sampling(12), use_tqdm=False)
