@@ -63,6 +63,12 @@ def serve(
         )
     if model.startswith("-"):
         raise ValueError(f"{model} is an option of vLLM's: name the model before such options")
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and "mmkv" not in plugins.split(","):
+        raise ValueError(
+            f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading mmkv, so it would serve uncompressed "
+            "caches: add mmkv to the list, or unset the variable"
+        )
     from mmkv import policy_options
     from mmkv.loading import models
     from mmkv.sizes.profiled import RetrievalHeads

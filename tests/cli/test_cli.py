@@ -437,6 +437,14 @@ def test_serve_refuses_before_vllm_starts(capsys, monkeypatch, words, why):
     assert why in complaint(capsys, "serve", "some/model", *words)
 
 
+@pytest.mark.parametrize("plugins", ["", "lora_resolver"])
+def test_serve_refuses_a_list_of_plugins_without_mmkv(capsys, monkeypatch, plugins):
+    monkeypatch.setattr("mmkv.cli.serve.find_spec", lambda name: object())
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    said = complaint(capsys, "serve", "some/model")
+    assert f"VLLM_PLUGINS='{plugins}' keeps vLLM from loading mmkv" in said
+
+
 def test_serve_refuses_an_option_before_the_model(capsys, monkeypatch):
     monkeypatch.setattr("mmkv.cli.serve.find_spec", lambda name: object())
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
