@@ -92,6 +92,8 @@ def load(
     attachment = attachment_of(model)
     attachment.complete_plan()
     try:
+        if os.path.isdir(path):
+            raise IsADirectoryError("it is a folder, not a file")
         with safe_open(os.fspath(path), framework="pt") as file:
             header = _read_header((file.metadata() or {}).get(FORMAT))
             _check_model(header, attachment)

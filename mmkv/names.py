@@ -83,9 +83,9 @@ def check_variant(text: str) -> None:
 
 def check_plugin(path: Path) -> None:
     """Raise ValueError unless the path is a Python file."""
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"plugin {str(path)!r}: no such file")
-    if path.suffix != ".py":
+    if not path.is_file() or path.suffix != ".py":
         raise ValueError(f"plugin {str(path)!r}: expected a Python file")
 
 

@@ -776,6 +776,7 @@ TYPOS = {
     "chat --kv-dtype int3 hi": "int8, int4",
     "chat --profile nowhere.json hi": "nowhere.json",
     "chat --plugin nowhere.py hi": "no such file",
+    "chat --plugin . hi": "plugin '.': expected a Python file",
     "chat nowhere.png hi": "no such file",
     "chat --json": "--json needs a question",
     "serve smollm2 --policy snapk": "Did you mean 'snapkv'?",

@@ -498,7 +498,11 @@ def test_unreadable_file_is_named(models, how, tmp_path):
             "nowhere": path.unlink,
             "folder": lambda: (path.unlink(), path.mkdir()),
         }[how]
-        wanted = {"no context": "it holds no context", "flipped": "damaged"}.get(how, "unreadable")
+        wanted = {
+            "no context": "it holds no context",
+            "flipped": "damaged",
+            "folder": "unreadable: it is a folder",
+        }.get(how, "unreadable")
         with pytest.raises(ValueError, match=r"below: .*: there is no folder"):
             context.save(path / "below")
         change()
