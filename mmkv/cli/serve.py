@@ -66,8 +66,8 @@ def serve(
     plugins = os.environ.get("VLLM_PLUGINS")
     if plugins is not None and "mmkv" not in plugins.split(","):
         raise ValueError(
-            f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading mmkv, so it would serve uncompressed "
-            "caches: add mmkv to the list, or unset the variable"
+            f"VLLM_PLUGINS={plugins!r} keeps vLLM from loading mmkv, and caches would not be "
+            "compressed: add mmkv to the list, or unset the variable"
         )
     from mmkv import policy_options
     from mmkv.loading import models
