@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -156,24 +156,32 @@ def run(
         rows = {key_of(row): row for row in store.rows()}
         torch.manual_seed(seed)
         with bar(total, shown=processes.is_main_process) as advance:
-            for group in own_groups:
-                batches = [Batch(job, indices) for indices in group]
-                for (variant, budget), batch in itertools.product(variants_at, batches):
-                    keys = {i: (variant.label, json.dumps(budget), i) for i in batch.indices}
-                    missing = [i for i, key in keys.items() if key not in rows]
-                    if missing:
-                        measured = measure(variant, budget, batch)
-                        new_rows = [r for r in measured if r["index"] in missing]
-                        store.append(new_rows)
-                        rows |= {key_of(r): r for r in new_rows}
-                    if variant.label == FULL:
-                        job.full |= {i: rows[key] for i, key in keys.items()}
-                    finished = 0 if missing else len(keys)
-                    advance(len(keys), f"{variant.label} {named(budget)}", finished)
+            for (variant, budget), batch in _in_order(job, own_groups, variants_at):
+                keys = {i: (variant.label, json.dumps(budget), i) for i in batch.indices}
+                missing = [i for i, key in keys.items() if key not in rows]
+                if missing:
+                    measured = measure(variant, budget, batch)
+                    new_rows = [r for r in measured if r["index"] in missing]
+                    store.append(new_rows)
+                    rows |= {key_of(r): r for r in new_rows}
+                if variant.label == FULL:
+                    job.full |= {i: rows[key] for i, key in keys.items()}
+                finished = 0 if missing else len(keys)
+                advance(len(keys), f"{variant.label} {named(budget)}", finished)
         processes.wait_for_everyone()
         merged = store.merge(*order) if processes.is_main_process else list(rows.values())
         processes.wait_for_everyone()
     return merged
+
+
+def _in_order(
+    job: Job,
+    groups: Iterable[Sequence[tuple[int, ...]]],
+    variants_at: Sequence[tuple[Variant, float | int]],
+) -> Iterator[tuple[tuple[Variant, float | int], Batch]]:
+    """Yield what to measure: each policy and budget on each batch, one group after the other."""
+    for group in groups:
+        yield from itertools.product(variants_at, [Batch(job, indices) for indices in group])
 
 
 def batches_of(samples: Sequence[Sample], size: int) -> list[list[tuple[int, ...]]]:
