@@ -25,7 +25,7 @@ from mmkv.vllm import probes
 from mmkv.vllm.classes import HeadClass, classes_of, equal_class
 from mmkv.vllm.settings import Settings
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the lines of its own loggers
 
 VERSIONS = ("0.32.",)
 # Decoders whose queries, keys and positions are those that a policy expects.

@@ -34,6 +34,7 @@ def client(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ope
         "--kv-cache-memory-bytes 67108864 --max-num-batched-tokens 256 --served-model-name tiny "
         f"--no-enable-prefix-caching --host 127.0.0.1 --port {port}"
     )
+    env = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     command = "import sys; from mmkv.cli.commands import main; main(sys.argv[1:])"
     arguments = ["serve", str(tiny), "--budget", "0.3", *flags.split()]
     with log.open("w") as out:
@@ -41,7 +42,7 @@ def client(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ope
             [sys.executable, "-c", command, *arguments],
             stdout=out,
             stderr=out,
-            env={k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"},
+            env=env | {"VLLM_LOGGING_LEVEL": "INFO"},
         )
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     try:
@@ -54,6 +55,7 @@ def client(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ope
                 time.sleep(0.5)
         else:
             raise AssertionError(log.read_text()[-3000:])
+        assert "mmkv: policy condense, budget 0.3: " in log.read_text()
         yield client
     finally:
         process.terminate()
