@@ -74,6 +74,11 @@ class CacheState(Cache):
         # The model's type when it read the latest prompt; None: not known.
         self.dtype: torch.dtype | None = None
 
+    @property
+    def is_initialized(self) -> bool:
+        """Whether a prompt was read, by which PaliGemma chooses the mask of new tokens."""
+        return all(x.is_initialized for x in self.compressed)
+
     def expect(self, until: int | None = None) -> None:
         """Expect a prompt or a new turn next, which is complete once `until` tokens are seen.
 

@@ -4,6 +4,7 @@ Policies differ in what they ask of a class: unequal heads, all attention weight
 """
 
 import inspect
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -129,6 +130,17 @@ def second_turn(model, policy: str, picture: bool) -> None:
 def test_a_second_turn_equals_masking(name, picture):
     """Positions count all tokens seen, not only those kept."""
     second_turn(model_of(name), "h2o", picture)
+
+
+def test_a_new_picture_in_paligemma_has_the_mask_of_the_plain_model():
+    model, found = model_of("PaliGemmaForConditionalGeneration"), []
+    for context in (nullcontext(), mmkv.wrapped(model, "full")):
+        with context:
+            inputs = zoo.prompt(model, (40,), 1603)
+            _, words, cache = generate(model, inputs, new=2)
+            turn = zoo.next_turn(model, inputs, words, True, 1604)
+            found.append(generate(model, turn, new=2, past_key_values=cache)[0])
+    torch.testing.assert_close(*found, atol=2e-4, rtol=0)
 
 
 @cases("name", ["Falcon", "Gemma3ForCond", "PaliGemma", "Qwen2VL", "OPT"], "Qwen2VL")
