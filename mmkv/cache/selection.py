@@ -228,12 +228,12 @@ def ranked(
         known = None if known is None else torch.stack([split, *known[1:]])
         size = split.to(size.device, non_blocking=True)
     elif plan.table is not None:  # the host splits
-        n_candidates = torch.tensor(masks.lengths, device="cpu")
-        n_candidates -= torch.tensor(masks.n_pinned, device="cpu")
         if known is None:
             marks = pinned, present, protected, competes.any(1, keepdim=True).expand_as(competes)
             *known, of_any = torch.stack([size, *(x.sum(-1) for x in marks)]).cpu()
             n_candidates = of_any[:, 0]
+        else:
+            n_candidates = (known[2] - known[1])[:, 0]
         host_size, n_pinned, n_present, n_protected = known
         n_layers, lengths = len(plan.table.layers), zip(masks.lengths, masks.n_pinned, strict=True)
         shares = [plan.share_kept(n_layers, *of_row) for of_row in lengths]

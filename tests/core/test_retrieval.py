@@ -313,3 +313,14 @@ def test_layers_of_a_policy_stay_and_heads_are_split(probed):
         sizes.append([sum(x) for x in counts])
     assert sizes[0] == sizes[1]
     assert counts[1][0] > counts[1][1]
+
+
+@pytest.mark.parametrize("policy", ["h2o", "lookm"])
+def test_unequal_heads_with_a_share_of_recent_tokens_keep_the_budget(policy):
+    """A head can get no more tokens than compete for it: what it cannot use goes to the others."""
+    model, lengths = make_model("llama"), (200, 120)
+    options = {"heads": "retrieval", "profile": profile_of(model)}
+    cache = prefilled(model, make_inputs("llama", lengths), policy, 0.7, **options)
+    counts = torch.stack([x.keeping().counts() for x in cache.compressed])  # [L, B, H]
+    assert (counts != counts[0, 0, 0]).any()
+    assert counts.sum((0, 2)).tolist() == [round(0.7 * n * L) * H for n in lengths]
