@@ -1,9 +1,9 @@
 """A decode step of stock vLLM and of the plugin, in turns: the ratio of docs/serving.md.
 
-`python docs/decode_turns.py FOLDER 0.2` starts both engines, each in a process of its own with one
-thread, on the same core and in float32. Each reads eight prompts of 893 to 900 random tokens. Then
-they decode two steps at a time, in turns, so that other programs on the machine slow both alike.
-Times are CPU seconds.
+`python docs/decode_turns.py FOLDER 0.2`, or `8x` for a share of bytes, starts both engines, each in
+a process of its own with one thread, on the same core and in float32. Each reads eight prompts of
+893 to 900 random tokens. Then they decode two steps at a time, in turns, so that other programs on
+the machine slow both alike. Times are CPU seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any
 REQUESTS, TURNS, STEPS = 8, 70, 2
 
 
-def engine(model: str, budget: str) -> None:
+def engine(model: str, given: str) -> None:
     """Print the CPU seconds of the prompts, then those of a step for each line of the input."""
     import torch
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
+    size: Any = given if given.endswith("x") or not given else float(given)
+    kind = "memory" if given.endswith("x") else "budget"
     llm = LLM(
         model,
         dtype="float32",
@@ -33,7 +35,7 @@ def engine(model: str, budget: str) -> None:
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=2**30,
-        additional_config={"mmkv": {"budget": float(budget)}} if budget else {},
+        additional_config={"mmkv": {kind: size}} if size else {},
     )
     generator = torch.Generator().manual_seed(0)
     params = SamplingParams(temperature=0, max_tokens=TURNS * STEPS + 20, ignore_eos=True)

@@ -1,8 +1,9 @@
 """Figures of docs/serving.md: requests at once in one pool, and step times, beside stock vLLM.
 
-`python docs/serving_figures.py FOLDER`, with `--budget 0.2` for compressed heads and without for
-stock vLLM, on one thread, in float32, on a GPU in bfloat16. Prompts are random tokens. On a CPU
-times are the process's CPU seconds, so that other programs on the machine change them little.
+`python docs/serving_figures.py FOLDER`, with `--budget 0.2` or `--memory 8x` for compressed heads
+and without for stock vLLM, on one thread, in float32, on a GPU in bfloat16. Prompts are random
+tokens. On a CPU times are the process's CPU seconds, so that other programs on the machine change
+them little.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--budget", type=float)
+    parser.add_argument("--memory", help="a share of bytes, such as 8x, in its place")
     parser.add_argument("--policy", default="condense")
     parser.add_argument("--capacity", action="store_true", help="20 requests in a small pool")
     arguments = parser.parse_args()
@@ -37,9 +39,9 @@ def main() -> None:
     from mmkv.vllm import backend
 
     on_cpu, options = current_platform.is_cpu(), dict[str, Any]()
-    if arguments.budget is not None:
-        mmkv = {"policy": arguments.policy, "budget": arguments.budget}
-        options["additional_config"] = {"mmkv": mmkv}
+    given = {"budget": arguments.budget, "memory": arguments.memory}
+    if size := {k: v for k, v in given.items() if v is not None}:
+        options["additional_config"] = {"mmkv": {"policy": arguments.policy, **size}}
     llm = LLM(
         arguments.model,
         dtype="float32" if on_cpu else "bfloat16",

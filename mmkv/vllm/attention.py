@@ -1,4 +1,4 @@
-"""Splits a layer's attention into modules: of heads kept whole, and of all compressed heads."""
+"""Splits a layer's attention into modules: of heads that vLLM keeps whole, and of all others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 
-from mmkv.vllm.backend import Backend, HeadPart, Pages
+from mmkv.vllm.backend import Backend, HeadPart
 from mmkv.vllm.blocks import SmallSpec, WholeSpec
+from mmkv.vllm.pages import Pages
 from mmkv.vllm.settings import Settings, Sizes
 
 
@@ -124,7 +125,7 @@ class SplitAttention(nn.Module):
         self.kv_heads, prefix = kv_heads, given.pop("prefix")
         self.parts: list[Any] = []
         classes = dict(settings.classes[layer])
-        for own in classes.pop(1.0, []):
+        for own in classes.pop(1.0, []) if 1.0 not in settings.sizes else []:
             name = f"{prefix}.h{own[0]}"
             self._add(WholeHeads(**self._sizes(unit), prefix=name, heads=own, **given))
         if classes:

@@ -1,15 +1,17 @@
 """Worker side: attention of the small heads in plain torch, on any device.
 
 When the tokens before a request's boundary b have been read, their M compressed pairs overwrite the
-slots of the last M of them, M = b - dropped * block; all later tokens read from there on. H are the
-KV heads of a module or of one class in it, u those of one unit of pages, G the query heads of one.
+slots of the last M of them, M = b - dropped * block; all later tokens read from there on. In 8 bits
+the same blocks hold more pairs: the whole ones hold codes, and a part of a block that is before b
+the last pairs as they are. H are the KV heads of a module or of one class in it, u those of one
+unit of pages, G the query heads of one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,29 +31,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from mmkv.vllm import batch
 from mmkv.vllm.causal import attend, causal
 from mmkv.vllm.compress import Prompt, compress
-
-
-class Pages(NamedTuple):
-    """The parts of a unit's pages, views of vLLM's tensor.
-
-    A page has its pairs where vLLM's pages of other heads have them, and after these the
-    logarithms of weights in float32, where the others have padding. So a page of other heads never
-    leaves numbers that mean nothing, or NaN, among pairs.
-    """
-
-    pairs: Tensor  # [blocks, u, block, 2 * D]
-    weights: Tensor  # float32 [blocks, u, block], written for compressed pairs only
-
-    @classmethod
-    def of(cls, cache: Tensor, head_size: int) -> Pages:
-        """View a unit's cache [blocks, u, block, bytes of a pair and its weight]."""
-        blocks, u, n, content = cache.shape  # strides inside a page are ours: pages are compact
-        flat = cache.as_strided((blocks, u * n * content), (cache.stride(0), 1))
-        pairs, weights = flat.tensor_split([u * n * 2 * head_size], 1)
-        return cls(
-            pairs.unflatten(1, (u, n, 2 * head_size)),
-            weights.view(torch.float32).unflatten(1, (u, n)),
-        )
+from mmkv.vllm.pages import Codes, coded
 
 
 @dataclass
@@ -65,23 +45,29 @@ class PromptRow:
     until: int  # tokens after this step
     start: int  # index of its first query in the batch
     dropped: int  # blocks that it frees at the boundary
+    first: int  # the first block of pairs after it; those between are codes
+    kept: int  # pairs that it then holds of the tokens before
 
 
 @dataclass
 class StepPlan:
     """What all layers of one class do in a step.
 
-    R rows have one token after their boundary, and read W blocks, of which some may not be theirs.
+    R rows have one token after their boundary, and read V blocks of codes and W of pairs, of which
+    some may not be theirs.
     """
 
     tokens: int
     rows: list[PromptRow]
     row: Tensor  # [R], indices of rows
     at: Tensor | slice  # [R], indices of their tokens; a slice if these are all tokens
-    blocks: Tensor  # [R, W], indices into a row of the block table
+    codes: Tensor  # [R, V], indices into a row of the block table
+    codes_own: Tensor  # bool [R, V]
+    blocks: Tensor  # [R, W]
     own: Tensor  # bool [R, W]
     compressed: Tensor  # bool [R, 1, n]: a slot's weight counts
     other: Tensor  # float32 [R, 1, n], for other slots: 0, and -inf for none
+    begun: Tensor | None  # indices of tokens that begin a block; None: without codes
 
 
 @dataclass
@@ -90,9 +76,11 @@ class Metadata:
 
     plan: StepPlan
     all_blocks: Tensor  # [requests, ...]
+    codes: Tensor  # [R * V]
     table: Tensor  # [R * W]
     block: Tensor  # [tokens], where new pairs go
     slot: Tensor
+    begun: Tensor | None  # [tokens that begin a block], these blocks
 
 
 @dataclass(eq=False)
@@ -139,29 +127,42 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         until = cm.seq_lens_cpu_upper_bound[:number].numpy().astype(np.int64)
         count = np.diff(starts)
         boundary, computed = step.boundaries[:number], until - count
-        dropped = self.kv_cache_spec.sizes.dropped(boundary, size)
+        sizes = self.kv_cache_spec.sizes
+        dropped = first = sizes.dropped(boundary, size)
+        if sizes.codes is not None:
+            first = np.where(dropped > 0, boundary // size, 0)
         single = (computed >= boundary) & (count == 1)
-        fields = boundary, computed, until, starts, dropped
+        kept = sizes.kept(boundary, dropped, size)
+        fields = boundary, computed, until, starts, dropped, first, kept
         rows = [
             PromptRow(i, step.requests[i], *(int(x[i]) for x in fields))
             for i in np.flatnonzero(~single).tolist()
         ]
-        drop, length = dropped[single], until[single] - dropped[single] * size
-        held = np.where(drop > 0, boundary[single] - drop * size, 0)
-        packed = np.stack([np.flatnonzero(single), starts[:-1][single], drop, length, held])
-        row, at, drop, length, held = self._put(packed)
-        width = -(-int((until - dropped * size)[single].max(initial=0)) // size)
-        blocks, slots = (torch.arange(n, device=self.device) for n in (width, width * size))
-        other = torch.zeros(len(row), width * size, device=self.device)
+        drop, start, length = dropped[single], first[single], (until - first * size)[single]
+        held = np.where(drop > 0, boundary[single] - start * size, 0)
+        n_codes, n_blocks = (start - drop).max(initial=0), -(-length.max(initial=0) // size)
+        packed = [np.flatnonzero(single), starts[:-1][single], drop, start, length, held]
+        row, at, drop, start, length, held = self._put(np.stack(packed))
+        codes, blocks, slots = (
+            torch.arange(int(n), device=self.device) for n in (n_codes, n_blocks, n_blocks * size)
+        )
+        other = torch.zeros(len(row), len(slots), device=self.device)
+        begun = None
+        if sizes.codes is not None:
+            position = np.arange(starts[-1]) + np.repeat(computed - starts[:-1], count)
+            begun = self._put(np.flatnonzero(position % size == 0))
         return StepPlan(
             tokens=int(starts[-1]),
             rows=rows,
             row=row,
             at=at if rows else slice(int(starts[-1])),
-            blocks=blocks + drop[:, None],
+            codes=codes + drop[:, None],
+            codes_own=codes < (start - drop)[:, None],
+            blocks=blocks + start[:, None],
             own=blocks * size < length[:, None],
             compressed=(slots < held[:, None])[:, None],
             other=other.masked_fill_(slots >= length[:, None], -torch.inf)[:, None],
+            begun=begun,
         )
 
     def _put(self, x: np.ndarray) -> Tensor:
@@ -172,11 +173,18 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     def _blocks(self, plan: StepPlan, cm: Any) -> Metadata:
         size, table = self.kv_cache_spec.block_size, cm.block_table_tensor
-        at = plan.blocks.clamp(max=table.shape[1] - 1)
-        # A table is stale beyond a row's own blocks. Block 0 belongs to no request.
-        own = torch.where(plan.own, table[plan.row].gather(1, at), 0).flatten()
+        of_rows = table[plan.row]
+
+        def of(at: Tensor, own: Tensor) -> Tensor:
+            # A table is stale beyond a row's own blocks. Block 0 belongs to no request.
+            at = at.clamp(max=table.shape[1] - 1)
+            return torch.where(own, of_rows.gather(1, at), 0).flatten()
+
+        codes, own = of(plan.codes, plan.codes_own), of(plan.blocks, plan.own)
         slots = cm.slot_mapping[: plan.tokens].clamp(min=0)
-        return Metadata(plan, table, own, slots // size, slots % size)
+        block = slots // size
+        begun = None if plan.begun is None else block[plan.begun]
+        return Metadata(plan, table, codes, own, block, slots % size, begun)
 
 
 class Impl(AttentionImpl[Metadata]):
@@ -227,31 +235,36 @@ class Impl(AttentionImpl[Metadata]):
         """Write the new pairs of one class of heads, attend, and compress as `forward` does."""
         plan = units[0][1].plan
         for (pages, meta), of_unit in zip(units, pairs.chunk(len(units), 1), strict=True):
+            if meta.begun is not None:  # codes that a block held before may be NaN as numbers
+                pages.pairs[meta.begun] = 0.0
             pages.pairs[meta.block, :, meta.slot] = of_unit
         if R := len(plan.row):
             tables = [meta.table for _, meta in units]
-            keys, values, weights = (
-                x.unflatten(1, (R, -1)).transpose(0, 1)
-                for x in (
-                    *self._gathered(units, tables, "pairs").chunk(2, -1),
-                    self._gathered(units, tables, "weights"),
-                )
-            )
-            bias = torch.where(plan.compressed, weights, plan.other).to(query.dtype)[:, :, None]
+            weights = _by_row(_copied(units, tables, "weights"), R)
+            bias = torch.where(plan.compressed, weights, plan.other)
+            held = _by_row(_copied(units, tables, "pairs"), R)
+            if plan.codes.shape[1]:
+                codes = self._codes(units, [meta.codes for _, meta in units], plan.codes_own)
+                held = _joined(codes, held)
+                bias = torch.cat([codes.weights.flatten(2), bias], 2)
+            keys, values = held.chunk(2, -1)
+            bias = bias.to(query.dtype)[:, :, None]
             out[plan.at] = scaled_dot_product_attention(
                 query[plan.at], keys, values, bias, scale=self.scale
             )
         for row in plan.rows:
             self._row(part, units, row, query, pairs, out)
 
-    def _gathered(self, units: Any, tables: list[Tensor], name: str) -> Tensor:
-        """Copy blocks of all units: their pairs [H, n, 2 * D] or weights [H, n]."""
-        parts = [getattr(pages, name) for pages, _ in units]
-        out = parts[0].new_empty(len(units), len(tables[0]), *parts[0].shape[1:])
-        for place, part, table in zip(out, parts, tables, strict=True):
-            # It copies whole blocks, in a third of the time of `part[table]`.
-            torch.index_select(part, 0, table, out=place)
-        return out.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+    def _codes(self, units: Any, tables: list[Tensor], own: Tensor) -> Codes:
+        """Copy blocks of codes [R * V]: [R, H, V, c, ...]. Those that are not `own` are empty."""
+        content = _copied(units, tables, "content").unflatten(1, own.shape)
+        heads, own = units[0][0].pairs.shape[1], own[:, None, :, None]
+        codes, steps, weights = (  # of [units, R, V, u, c, ...]
+            x.movedim(0, 1).movedim(3, 2).flatten(1, 2)
+            for x in Codes.of(content, heads, self.head_size)
+        )
+        steps = steps.masked_fill(~own[..., None], 0.0)
+        return Codes(codes, steps, weights.masked_fill(~own, -torch.inf))
 
     def _row(
         self, part: HeadPart, units: Any, row: PromptRow, query: Tensor, pairs: Tensor, out: Tensor
@@ -268,24 +281,34 @@ class Impl(AttentionImpl[Metadata]):
                 keys, values = pairs[tokens].transpose(0, 1).chunk(2, -1)
             out[tokens] = causal(query[tokens], keys, values, self.scale)
             if row.dropped:
-                self._remember(part, row, query[tokens])
+                if row.kept < b:
+                    self._remember(part, row, query[tokens])
                 if end == b:
                     self._compress(part, units, row)
         if row.until > end:  # tokens after a compressed prefix
             tokens = slice(row.start + n, row.start + row.until - row.computed)
-            held = units, row, row.dropped, row.until
-            keys, values = self._blocks(*held, "pairs").chunk(2, -1)
-            weights = self._blocks(*held, "weights")
-            position = torch.arange(keys.shape[1], device=keys.device) + row.dropped * size
-            last = torch.arange(row.computed + n, row.until, device=keys.device)[:, None]
+            where = units, row, row.first, row.until
+            held, weights = self._blocks(*where, "pairs"), self._blocks(*where, "weights")
+            position = torch.arange(held.shape[1], device=held.device) + row.first * size
+            last = torch.arange(row.computed + n, row.until, device=held.device)[:, None]
             bias = torch.where(position < b, weights, 0.0)[:, None]
-            bias = bias.masked_fill(position > last, -torch.inf)[:, None].to(query.dtype)
+            bias = bias.masked_fill(position > last, -torch.inf)
+            if row.first > row.dropped:
+                tables = [m.all_blocks[row.index, row.dropped : row.first] for _, m in units]
+                own = torch.ones(1, len(tables[0]), dtype=torch.bool, device=held.device)
+                codes = self._codes(units, tables, own)
+                held = _joined(codes, held[None])[0]
+                weights = codes.weights[0].flatten(1)[:, None].expand(-1, len(last), -1)
+                bias = torch.cat([weights, bias], 2)
+            keys, values = held.chunk(2, -1)
+            bias = bias[:, None].to(query.dtype)
             out[tokens] = attend(query[tokens], keys, values, self.scale, attn_mask=bias)
 
     def _blocks(self, units: Any, row: PromptRow, first: int, until: int, name: str) -> Tensor:
-        """Return what `_gathered` does of a row's blocks from `first` on, those up to a token."""
+        """Copy a row's blocks from `first` up to a token: their pairs or weights [H, n, ...]."""
         stop = -(-until // units[0][0].pairs.shape[2])
-        return self._gathered(units, [m.all_blocks[row.index, first:stop] for _, m in units], name)
+        tables = [m.all_blocks[row.index, first:stop] for _, m in units]
+        return _by_row(_copied(units, tables, name), 1)[0]
 
     def _remember(self, part: HeadPart, row: PromptRow, query: Tensor) -> None:
         """Keep the queries of a chunk that the policy needs at the boundary."""
@@ -298,33 +321,73 @@ class Impl(AttentionImpl[Metadata]):
                 kept.pop(0)
 
     def _compress(self, part: HeadPart, units: Any, row: PromptRow) -> None:
-        b, size, policy = row.boundary, units[0][0].pairs.shape[2], part.layer.settings.policy
-        first = row.dropped * size
-        keys, values = self._blocks(units, row, 0, b, "pairs")[:, :b].chunk(2, -1)
+        """Write what is kept of the tokens before a row's boundary: codes, then pairs."""
+        b, size = row.boundary, units[0][0].pairs.shape[2]
+        first = row.first * size
+        keys, values = (
+            x.float().contiguous()  # rows are read by index, many times
+            for x in self._blocks(units, row, 0, b, "pairs")[:, :b].chunk(2, -1)
+        )
+        weights = keys.new_zeros(keys.shape[:2])
+        if row.kept < b:
+            prompt = self._prompt(part, row, keys, values)
+            keys, values, weights = compress(prompt, row.kept, part.layer.settings.policy)
+        n_codes, position = row.kept - (b - first), torch.arange(first, b, device=keys.device)
+        new = (x.chunk(len(units)) for x in (keys, values, weights))
+        for (pages, meta), *of_unit in zip(units, *new, strict=True):
+            table = meta.all_blocks[row.index]
+            if row.first > row.dropped:
+                key, value, weight = (x[:, :n_codes] for x in of_unit)
+                codes = coded(key, value, weight, pages.content)
+                pages.content[table[row.dropped : row.first]] = codes
+            key, value, weight = (x[:, n_codes:].transpose(0, 1) for x in of_unit)
+            at = table[position // size], slice(None), position % size
+            pages.pairs[at] = _finite(torch.cat([key, value], -1).to(pages.pairs.dtype))
+            pages.weights[at] = weight
+
+    def _prompt(self, part: HeadPart, row: PromptRow, keys: Tensor, values: Tensor) -> Prompt:
+        """Return what a policy is given of the tokens before a row's boundary."""
         # Exactly the last ones, so that the result does not depend on how the prompt was cut.
         last = part.layer.settings.queries
         query = torch.cat(batch.state().seen[row.request].pop(part.name))
         query = query if last is None else query[-last:]
-        prompt = Prompt(
+        return Prompt(
             query.transpose(0, 1).float(),
-            keys.float().contiguous(),  # rows are read by index, many times
-            values.float().contiguous(),
+            keys,
+            values,
             self.scale,
             batch.rotary(part),
             partial(batch.output_weights, part),
             partial(batch.of_output_weights, part),
-            batch.image_tokens(row.request, b),
+            batch.image_tokens(row.request, row.boundary),
             extract_layer_index(part.name),
         )
-        keys, values, weights = compress(prompt, b - first, policy)
-        pairs = torch.cat([keys, values], -1).transpose(0, 1)
-        pairs = _finite(pairs.to(part.layer.dtype))  # [M, H, 2 * D]
-        position = torch.arange(first, b, device=pairs.device)
-        new = pairs.chunk(len(units), 1), weights.T.chunk(len(units), 1)
-        for (pages, meta), of_unit, weight in zip(units, *new, strict=True):
-            block = meta.all_blocks[row.index][position // size]
-            pages.pairs[block, :, position % size] = of_unit
-            pages.weights[block, :, position % size] = weight
+
+
+def _copied(units: Any, tables: list[Tensor], name: str) -> Tensor:
+    """Copy blocks of a part of each unit's pages: [units, blocks, ...]."""
+    parts = [getattr(pages, name) for pages, _ in units]
+    out = parts[0].new_empty(len(units), len(tables[0]), *parts[0].shape[1:])
+    for place, part, table in zip(out, parts, tables, strict=True):
+        # It copies whole blocks, in a third of the time of `part[table]`.
+        torch.index_select(part, 0, table, out=place)
+    return out
+
+
+def _by_row(x: Tensor, rows: int) -> Tensor:
+    """Return the slots of each row's heads, [R, H, n, ...], of [units, blocks, u, block, ...]."""
+    x = x.transpose(1, 2).flatten(0, 1).flatten(1, 2)
+    return x.unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def _joined(codes: Codes, held: Tensor) -> Tensor:
+    """Return the pairs of codes, and then the others [R, H, n, 2 * D], in one tensor."""
+    R, H, n, size = held.shape
+    m = codes.weights[0, 0].numel()
+    out = held.new_empty(R, H, m + n, size)
+    out[:, :, m:] = held
+    codes.read(out[:, :, :m].unflatten(2, codes.weights.shape[2:]))
+    return out
 
 
 def _finite(pairs: Tensor) -> Tensor:

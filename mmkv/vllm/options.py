@@ -23,6 +23,7 @@ from mmkv.sizes.layers import UniformLayers
 from mmkv.sizes.profiled import RetrievalHeads, by_copying, proportional
 from mmkv.vllm import probes
 from mmkv.vllm.classes import HeadClass, classes_of, equal_class
+from mmkv.vllm.pages import code_bytes, slot_bytes
 from mmkv.vllm.settings import Settings
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows the lines of its own loggers
@@ -32,7 +33,7 @@ VERSIONS = ("0.32.",)
 _DECODERS = ("gemma", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")
 _OWN = ("budget", "memory", "policy", "probe", "plugins")
 # Keys of what `resolved` returns, from which vLLM makes configurations again.
-_RESOLVED = {"policy", "plugins", "options", "budget", "unit", "classes"}
+_RESOLVED = {"policy", "plugins", "options", "budget", "unit", "classes", "codes"}
 
 
 def supported() -> bool:
@@ -106,7 +107,7 @@ def _checked(original: Any) -> Any:
 
 
 def parsed(given: Any) -> tuple[Policy, float]:
-    """Return the policy and the budget of the options.
+    """Return the policy, and the share of a prompt's tokens or bytes that the options give.
 
     Raises:
         ValueError: an option is unknown or out of range, or the policy is none for vLLM.
@@ -124,7 +125,6 @@ def parsed(given: Any) -> tuple[Policy, float]:
             "mmkv: give one of 'budget', the share of a prompt's tokens to keep, such as 0.2, and "
             "'memory', that of its bytes, such as '8x'"
         )
-    # Kept pairs are in the model's type here, so a share of bytes is one of tokens.
     share = given["budget"] if "budget" in given else float(Memory.of(given["memory"]))
     budget = budgets.checked(policy, share)
     if not isinstance(budget, float):
@@ -297,16 +297,25 @@ def _check_engine(config: Any) -> None:
 
 
 def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) -> dict[str, Any]:
-    """Return the options with the classes of heads, as JSON."""
+    """Return the options with the classes of heads, as JSON.
+
+    With `memory`, kept pairs are in 8 bits, and `budget` is how many tokens fit. A model with
+    sliding windows has them in its own type: vLLM's kernel may not read codes as numbers, and the
+    pages of these layers were others' before.
+    """
     model = config.model_config
     kinds = getattr(model.hf_text_config, "layer_types", None) or []
+    full, codes = 2 * model.get_head_size() * model.dtype.itemsize, None
+    if "memory" in given and budget < 1 and "sliding_attention" not in kinds:
+        codes = [slot_bytes(full), code_bytes(model.get_head_size())]
+        budget = min(1.0, budget * full / codes[1])
     layers = [
         i
         for i in range(model.get_total_num_hidden_layers())
         if not kinds or kinds[i] == "full_attention"
     ]
     heads, unit, found = model.get_total_num_kv_heads(), 1, list[HeadClass]()
-    if isinstance(policy.heads, RetrievalHeads):
+    if isinstance(policy.heads, RetrievalHeads) and budget < 1:
         scores = _probed(model, given.get("probe"), len(layers), heads)
         if kinds and len(layers) < len(kinds) and heads > 1:
             raise ValueError(
@@ -321,11 +330,12 @@ def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) 
             found = classes_of(dict(zip(places, shares, strict=True)), budget)
     if not found:
         unit, found = heads, equal_class(layers, heads, budget)
-    if all(round(x.share, 6) == 1 for x in found):
+    if codes is None and all(round(x.share, 6) == 1 for x in found):
         raise ValueError(f"mmkv: budget={budget:g} keeps everything: leave the mmkv options out")
     classes = [[max(round(x.share, 6), 1e-6), [list(place) for place in x.heads]] for x in found]
     sizes = ", ".join(f"{len(x.heads)} heads keep {100 * x.share:.0f} %" for x in found)
-    logger.info("mmkv: policy %s, budget %s: %s", policy.name, budget, sizes)
+    kind = "" if codes is None else ", in 8 bits"
+    logger.info("mmkv: policy %s, budget %.3g%s: %s", policy.name, budget, kind, sizes)
     if config.device_config.device_type != "cpu":
         logger.warning(
             "mmkv in vLLM has not been run on a %s yet", config.device_config.device_type
@@ -338,6 +348,7 @@ def resolved(config: Any, given: dict[str, Any], policy: Policy, budget: float) 
         "budget": budget,
         "unit": unit,
         "classes": classes,
+        "codes": codes,
     }
 
 

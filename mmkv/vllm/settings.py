@@ -31,12 +31,14 @@ class Sizes:
         least: how many tokens a head keeps at least, as a mean over all heads (`Policy.least`).
         always: tokens that the policy keeps whatever their scores; no head keeps fewer.
         classes: share and number of heads of every class, largest share first; (): this one alone.
+        codes: bytes of a slot, and of a pair in 8 bits; None: pairs are in the model's type.
     """
 
     share: float
     least: int
     always: int
     classes: tuple[tuple[float, int], ...] = ()
+    codes: tuple[int, int] | None = None
 
     def target(self, tokens: Any) -> Any:
         """Return how many of a prompt's `tokens`, a number or an array, a head should keep; int64.
@@ -55,16 +57,27 @@ class Sizes:
         least = np.rint(np.minimum(tokens, scale * self.share))
         return np.maximum(least, np.ceil(self.share * tokens)).astype(np.int64)
 
+    def capacity(self, block: int) -> int:
+        """Return how many compressed pairs the bytes of a block hold."""
+        return block if self.codes is None else block * self.codes[0] // self.codes[1]
+
     def dropped(self, tokens: Any, block: int) -> Any:
         """Return how many blocks a head frees when so many tokens are compressed.
 
-        It then holds `tokens - dropped * block` pairs: as near to its size as blocks allow, and not
-        much below it. `tokens` is a number or an array.
+        It then holds `kept` pairs: as near to its size as blocks allow, and not much below it; all
+        if that is its size. `tokens` is a number or an array.
         """
-        target = self.target(tokens)
-        nearest = np.maximum(tokens - target + block // 2, 0) // block
-        floor = np.maximum(self.always, -(-3 * target // 4))
-        return np.minimum(nearest, np.maximum(tokens - floor, 0) // block)
+        whole, rest, target = tokens // block, tokens % block, self.target(tokens)
+        capacity, least = self.capacity(block), np.maximum(self.always, -(-3 * target // 4))
+        least = np.where(target < tokens, np.minimum(least, tokens), tokens)
+        nearest = -((capacity - 2 * (target - rest)) // (2 * capacity))
+        blocks = np.maximum(nearest, -((rest - least) // capacity))
+        return whole - np.clip(blocks, 0, whole)
+
+    def kept(self, tokens: Any, dropped: Any, block: int) -> Any:
+        """Return how many pairs a head holds that has freed so many blocks of these tokens."""
+        whole, rest = tokens // block, tokens % block
+        return np.minimum(tokens, (whole - dropped) * self.capacity(block) + rest)
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,7 @@ class Settings:
         policy: with equal heads and layers, as one module's heads are compressed alone.
         classes: for each layer, the units of heads of each share, `{share: [(head, ...), ...]}`.
         unit: heads of a layer that have one page.
-        sizes: the sizes of each share but 1.
+        sizes: the sizes of each share but 1, and of this one too if pairs are in 8 bits.
     """
 
     policy: Policy
@@ -117,10 +130,11 @@ def parse_resolved(text: str) -> Settings:
             classes[layer].setdefault(share, []).extend(units)
     always = policy.window_size + policy.sinks + 1
     counts = tuple((share, len(heads)) for share, heads in given["classes"])
+    codes = given["codes"] and tuple(given["codes"])
     sizes = {
-        share: Sizes(share, policy.least, always, counts)
+        share: Sizes(share, policy.least, always, counts, codes)
         for share, _ in given["classes"]
-        if share < 1
+        if share < 1 or codes
     }
     return Settings(with_equal_sizes(policy), dict(classes), unit, sizes)
 

@@ -39,7 +39,8 @@ class Simulation:
         init_none_hash(sha256)
         self.rng = random.Random(seed)
         whole = [WholeSpec(**KIND)] * (seed % 3 > 0)
-        small = [SmallSpec.of(**KIND, sizes=Sizes(x, 8, 2)) for x in (0.5, 0.2)]
+        sizes = Sizes(0.5, 8, 2), Sizes(0.2, 8, 2, codes=(132, 38) if seed % 2 else None)
+        small = [SmallSpec.of(**KIND, sizes=x) for x in sizes]
         self.specs = [*whole, *small]
         groups = [KVCacheGroupSpec([f"l{i}"], s) for i, s in enumerate(self.specs)]
         config = KVCacheConfig(pool, [], groups)

@@ -65,7 +65,7 @@ def test_policies_of_one_layer_are_accepted(policy: str) -> None:
 
 
 @pytest.mark.parametrize("memory", ["8x", "12.5%", 0.125])
-def test_share_of_bytes_is_a_share_of_tokens(memory: Any) -> None:
+def test_share_of_bytes_is_read_as_in_wrap(memory: Any) -> None:
     assert options.parsed({"memory": memory})[1] == 0.125
 
 
@@ -115,6 +115,14 @@ def test_an_engine_is_refused_before_its_model_is_loaded(
     Profile(retrieval=((0.5,) * HEADS,) * 2).save(tmp_path / "half.json")
     with pytest.raises(ValueError, match=r"beside layers with a sliding window, .*: use 'heads'"):
         created(tiny, given | {"probe": str(tmp_path / "half.json")}, **some)
+    for memory, given_share, codes in ((0.08, 0.08 * 256 / 70, [260, 70]), (0.5, 1.0, [260, 70])):
+        found = created(tiny, {"memory": memory, "heads": "uniform"}).additional_config["mmkv"]
+        assert found["classes"][0][0] == pytest.approx(given_share, abs=1e-6)
+        assert found["codes"] == codes
+    found = created(tiny, {"memory": 0.08, "heads": "uniform"}, **some).additional_config["mmkv"]
+    assert (found["classes"][0][0], found["codes"]) == (0.08, None)
+    with pytest.raises(ValueError, match="keeps everything: leave the mmkv options out"):
+        created(tiny, {"memory": 1})
     for share in (1.0, 0.9999999):
         with pytest.raises(ValueError, match="keeps everything: leave the mmkv options out"):
             created(tiny, {"budget": share, "heads": "uniform"})
@@ -203,14 +211,22 @@ def test_heads_of_many_layers_are_classed_at_once() -> None:
     assert time.perf_counter() - started < 5
 
 
-@pytest.mark.parametrize("share", [0.02, 0.2, 0.6])
-def test_sizes_are_blocks_near_the_share(share: float) -> None:
-    sizes = Sizes(share, least=8, always=2)
+@pytest.mark.parametrize("codes", [None, (516, 266)])  # a head of 128 numbers in 16 bits
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.6, 1.0])
+def test_sizes_are_blocks_near_the_share(share: float, codes: Any) -> None:
+    sizes = Sizes(share, least=8, always=2, codes=codes)
+    in_block = BLOCK if codes is None else int(BLOCK * 516 / 266)
     for tokens in range(1, 1500, 7):
-        kept = tokens - int(sizes.dropped(tokens, BLOCK)) * BLOCK
+        dropped = int(sizes.dropped(tokens, BLOCK))
+        kept = int(sizes.kept(tokens, dropped, BLOCK))
         target = min(tokens, max(8, share * tokens))
         assert 0 < kept <= tokens
-        assert 0.74 * target - 1 <= kept < target + 1.01 * BLOCK
+        if dropped and kept < tokens:
+            assert kept == (tokens // BLOCK - dropped) * in_block + tokens % BLOCK
+        if dropped:
+            assert 0.74 * target - 1 <= kept < target + 1.01 * in_block
+        if share == 1:
+            assert kept == tokens
 
 
 def test_short_prompts_keep_the_least_as_a_mean_over_heads() -> None:

@@ -95,7 +95,7 @@ def resolved(name: str, given: dict[str, Any]) -> Settings:
     policy, budget = options.parsed({"policy": name, "budget": 0.3, **given})
     heads = [[0.3, [[i, h] for i in range(3) for h in range(HEADS)]]]
     more = {"plugins": [], "options": given, "budget": budget, "unit": 1, "classes": heads}
-    return parse_resolved(json.dumps({"policy": policy.name, **more}))
+    return parse_resolved(json.dumps({"policy": policy.name, "codes": None, **more}))
 
 
 def in_order(pairs: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from vllm_reference import Reference, snapkv
 from mmkv.vllm import batch
 
 SNAPKV = {"budget": 0.3, "policy": "snapkv", "heads": "retrieval"}
+MEMORY = {"memory": 0.08, "policy": "snapkv", "heads": "retrieval"}
 
 
 class Asking:
@@ -25,7 +26,8 @@ class Asking:
 
     def __init__(self, engine: Engine, twin: Any) -> None:
         self.engine = engine
-        self.reference = Reference(twin, engine.shares, snapkv, always=33, block=BLOCK)
+        options: Any = {"always": 33, "block": BLOCK, "codes": engine.codes}
+        self.reference = Reference(twin, engine.shares, snapkv, **options)
 
     def __call__(
         self, ids: list[int], boundary: int, n: int = 8, **extra: Any
@@ -39,9 +41,11 @@ class Asking:
         return found, done.num_cached_tokens
 
 
-@pytest.fixture(scope="module")
-def engine(start: Any) -> Any:
-    with start(SNAPKV, enable_prefix_caching=True) as engine:
+@pytest.fixture(scope="module", params=["budget", "memory"])
+def engine(start: Any, request: Any) -> Any:
+    """In the model's type, and about as many tokens in 8 bits."""
+    options = SNAPKV if request.param == "budget" else MEMORY
+    with start(options, enable_prefix_caching=True) as engine:
         yield engine
 
 

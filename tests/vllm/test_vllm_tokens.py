@@ -26,6 +26,7 @@ from mmkv.vllm.classes import CLASSES
 
 LENGTHS = 37, 300, 129, 555, 900, 64
 CONDENSE = {"budget": 0.3}
+MEMORY = {"memory": 0.08}  # of float32: about as many tokens, in 8 bits
 SNAPKV = {"budget": 0.3, "policy": "snapkv"}
 
 
@@ -35,7 +36,7 @@ def reference(engine: Engine, twin: Any, policy: str) -> Reference:
     else:
         options = {"always": 33}
     keep = getattr(vllm_reference, policy)
-    return Reference(twin, engine.shares, keep, block=BLOCK, **options)
+    return Reference(twin, engine.shares, keep, block=BLOCK, codes=engine.codes, **options)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,12 @@ def check_batch(
 
 @pytest.mark.parametrize(
     ("options", "classes"),
-    [({"heads": "retrieval"}, CLASSES), ({}, 1)],
-    ids=["by the probe", "equal"],
+    [
+        (SNAPKV | {"heads": "retrieval"}, CLASSES),
+        (SNAPKV, 1),
+        (MEMORY | {"policy": "snapkv"}, 1),
+    ],
+    ids=["by the probe", "equal", "8 bits"],
 )
 def test_snapkv_equals_transformers(
     start: Any,
@@ -73,8 +78,24 @@ def test_snapkv_equals_transformers(
     options: dict[str, Any],
     classes: int,
 ) -> None:
-    with start(SNAPKV | options) as engine:
+    with start(options) as engine:
         check_batch(engine, twin, replies_to_all, "snapkv", classes)
+
+
+def test_pairs_in_8_bits_equal_transformers(
+    start: Any, twin: Any, replies_to_all: list[list[int]]
+) -> None:
+    with start(MEMORY) as engine:
+        check_batch(engine, twin, replies_to_all, "condense", CLASSES)
+
+
+def test_memory_for_all_tokens_keeps_all_in_8_bits(start: Any, twin: Any) -> None:
+    ids = prompts(300, 129)
+    with start({"memory": 0.5}) as engine:
+        assert set(engine.shares.values()) == {1.0}
+        expected = reference(engine, twin, "condense")
+        assert engine.generate(ids, 8) == [expected.generate(x, 8) for x in ids]
+        assert all(kept[0].shape[0] in (300, 129) for kept in expected.kept.values())
 
 
 class TestCondense:
@@ -158,9 +179,19 @@ class TestCondense:
         assert not any(batch.state().seen.values())
 
 
-def test_preempted_requests_are_read_again_and_right(start: Any, twin: Any) -> None:
-    ids = prompts(150, 170, 190, 210, 230, 250, 270, 290, seed=1)
-    with start(CONDENSE, kv_cache_memory_bytes=2_100_000, max_model_len=400) as engine:
+@pytest.mark.parametrize(
+    ("options", "pool", "lengths", "n"),
+    [
+        (CONDENSE, 2_100_000, (150, 170, 190, 210, 230, 250, 270, 290), 50),
+        (MEMORY, 1_500_000, (80, 90, 100, 110, 120, 130, 140, 150), 150),  # most is later tokens
+    ],
+    ids=["budget", "memory"],
+)
+def test_preempted_requests_are_read_again_and_right(
+    start: Any, twin: Any, options: dict[str, Any], pool: int, lengths: tuple[int, ...], n: int
+) -> None:
+    ids = prompts(*lengths, seed=1)
+    with start(options, kv_cache_memory_bytes=pool, max_model_len=350) as engine:
         preempt, preempted = engine.scheduler._preempt_request, list[int]()
 
         def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,16 +199,17 @@ def test_preempted_requests_are_read_again_and_right(start: Any, twin: Any) -> N
             return preempt(request, *args, **kwargs)
 
         engine.scheduler._preempt_request = noting
-        found = engine.generate(ids, 50)
+        found = engine.generate(ids, n)
         assert max(preempted) > 0  # a request that had begun its reply
         expected = reference(engine, twin, "condense")
-        assert found == [expected.generate(x, 50) for x in ids]
+        assert found == [expected.generate(x, n) for x in ids]
         assert engine.all_free
 
 
-def test_half_precision_follows_float32(start: Any, twin: Any) -> None:
+@pytest.mark.parametrize("options", [CONDENSE, {"memory": 0.16}], ids=["budget", "memory"])
+def test_half_precision_follows_float32(start: Any, twin: Any, options: dict[str, Any]) -> None:
     ids = prompts(300, 129, 555)
-    with start(CONDENSE, dtype="float16") as engine:
+    with start(options, dtype="float16") as engine:
         found = engine.generate(ids, 4)
         expected = reference(engine, twin, "condense")
         assert [x[:1] for x in found] == [expected.generate(x, 1) for x in ids]

@@ -43,6 +43,11 @@ class Engine:
         return {tuple(place): share for share, heads in options["classes"] for place in heads}
 
     @property
+    def codes(self) -> list[int] | None:
+        """Bytes of a slot, and of a pair in 8 bits; None: pairs are in the model's type."""
+        return self.llm.llm_engine.vllm_config.additional_config["mmkv"]["codes"]
+
+    @property
     def all_free(self) -> bool:
         """No block is held but the null block."""
         return self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1

@@ -36,6 +36,7 @@ class Reference:
         least: a head keeps at least so many tokens, as a mean over all.
         always: tokens that are always kept.
         block: tokens of a block: sizes are the prompt's less a number of blocks.
+        codes: bytes of a slot, and of a pair in 8 bits, of which a block then holds as many as fit.
     """
 
     def __init__(
@@ -47,22 +48,30 @@ class Reference:
         least: float = 0,
         always: int = 1,
         block: int = 16,
+        codes: list[int] | None = None,
     ) -> None:
         self.model, self.shares, self.keep = model, shares, keep
-        self.least, self.always, self.block = least, always, block
+        self.least, self.always, self.block, self.codes = least, always, block, codes
         self.kept: dict[tuple[int, int], Pairs] = {}
         self.boundary = 0
 
-    def size(self, share: float, tokens: int) -> int:
+    def size(self, share: float, tokens: int) -> tuple[int, int]:
+        """Return how many pairs a head keeps of a prompt, and how many of them in 8 bits."""
         target, shares = math.ceil(share * tokens), list(self.shares.values())
         if self.least * len(shares) > sum(shares) * tokens:
             total = len(shares) * min(self.least, tokens)
             sizes = proportional(shares, total, tokens)
             target = max(target, round(sizes[shares.index(share)]))
-        blocks = max(0, math.floor((tokens - target) / self.block + 0.5))
-        while blocks and tokens - blocks * self.block < max(self.always, 0.75 * target):
-            blocks -= 1
-        return tokens - blocks * self.block
+        slot, code = self.codes or (1, 1)
+        fit, (whole, rest) = self.block * slot // code, divmod(tokens, self.block)
+        blocks = max(0, math.ceil((target - rest) / fit - 0.5))
+        least = tokens if target == tokens else min(tokens, max(self.always, 0.75 * target))
+        while blocks * fit + rest < least and blocks < whole:
+            blocks += 1
+        if blocks >= whole:  # none is freed
+            return tokens, 0
+        kept = min(tokens, blocks * fit + rest)
+        return kept, 0 if self.codes is None else kept - rest
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -78,11 +87,14 @@ class Reference:
                 k, v = (torch.cat([x, y[self.boundary :]]) for x, y in ((keys, k), (values, v)))
                 bias = torch.cat([weights, torch.zeros(T - self.boundary)])
             elif self.boundary == T:
-                size = self.size(self.shares[layer, h], T)
+                size, coded = self.size(self.shares[layer, h], T)
+                kept = k, v, torch.zeros(T)
                 if size < T:
                     weight = module.o_proj.weight[:, h * group * D : (h + 1) * group * D]
                     weight = weight.unflatten(1, (group, D)).transpose(0, 1)
-                    self.kept[layer, h] = self.keep(q, k, v, scale, size, weight, self.rotary(T))
+                    kept = self.keep(q, k, v, scale, size, weight, self.rotary(T))
+                if size < T or coded:
+                    self.kept[layer, h] = in_8_bits(*kept, coded)
             logits = q @ k.T * scale + bias
             later = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
             outputs.append(logits.masked_fill(later, -torch.inf).softmax(-1) @ v)
@@ -113,6 +125,25 @@ class Reference:
         return out
 
 
+def in_8_bits(keys: Tensor, values: Tensor, weights: Tensor, n: int) -> Pairs:
+    """Return pairs of which the first n are in 8 bits, and their weights in 16."""
+    keys, values, weights = keys.clone(), values.clone(), weights.clone()
+    for i in range(n):
+        keys[i], values[i] = _rounded(keys[i]), _rounded(values[i])
+        weights[i] = weights[i].half()
+    return keys, values, weights
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Return a vector of whole multiples of steps, one of each 64 numbers, or of all."""
+    parts = []
+    for part in x.split(64 if len(x) % 64 == 0 else len(x)):
+        farthest = part.max() if part.max() > -part.min() else part.min()
+        step = (farthest / -128).half().float()
+        parts.append((part / step).round().clamp(-128, 127) * step)
+    return torch.cat(parts)
+
+
 active: list[Reference] = []
 
 
@@ -134,7 +165,7 @@ def snapkv(
         q[None], k[None, None], window=window, kernel_size=7, pooling="max", scale=scale
     )[0, 0]
     best = score.argsort(descending=True, stable=True)[: size - window]  # pooled scores tie
-    at = torch.cat([best, torch.arange(len(k) - window, len(k))])
+    at = torch.cat([best.sort().values, torch.arange(len(k) - window, len(k))])
     return k[at], v[at], torch.zeros(size)
 
 
