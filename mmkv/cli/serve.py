@@ -14,7 +14,7 @@ import typer
 from mmkv import budgets
 from mmkv.cli_options import PairsOption, PluginOption, PolicyName, checked
 from mmkv.loading.names import SMOLLM2, SMOLLM2_VISION, file_of
-from mmkv.memory import Memory
+from mmkv.memory import DEFAULT, Memory
 from mmkv.terminal import show_errors, tell
 
 # All options of vLLM's that follow are passed on.
@@ -38,13 +38,14 @@ def serve(
         str | None,
         typer.Option(
             callback=checked(budgets.parse),
-            help="Share of each prompt to keep: 0.2 or 20%. [default: 0.2]",
+            help="Share of each prompt's tokens to keep in the model's type: 0.2 or 20%.",
         ),
     ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
-            callback=checked(Memory.of), help="In its place the share of bytes: 12.5% or 8x."
+            callback=checked(Memory.of),
+            help="In its place the share of bytes, in 8 bits: 12.5% or 8x. [default: 8x]",
         ),
     ] = None,
     option: PairsOption = None,
@@ -75,10 +76,10 @@ def serve(
     from mmkv.vllm import options, probes
 
     given = {**policy_options.parse_options(policy, option or []), "policy": policy}
-    if memory is not None:
-        given["memory"] = memory
-    if budget is not None or memory is None:
-        given["budget"] = budgets.DEFAULT if budget is None else budgets.parse(budget)
+    if memory is not None or budget is None:
+        given["memory"] = DEFAULT if memory is None else memory
+    if budget is not None:
+        given["budget"] = budgets.parse(budget)
     if plugin:
         given["plugins"] = list(map(str, plugin))  # each of vLLM's processes loads them
     chosen, _ = options.parsed(given)

@@ -384,7 +384,7 @@ def test_a_port_in_use_names_the_option(capsys, monkeypatch):
     [
         (("--budget", "25%"), {"budget": 0.25}),
         (("--memory", "8x"), {"memory": "8x"}),
-        ((), {"budget": 0.2}),
+        ((), {"memory": 0.125}),
     ],
 )
 def test_serve_runs_vllm_with_the_plugins_options(capsys, monkeypatch, size, named):
@@ -645,7 +645,7 @@ class TestPlugins:
         words = ("--policy", "mine", "--plugin", tmp_path / "file.py")
         assert run(capsys, "serve", "some/model", *words) == ("", "", 0)
         config = json.loads(given[given.index("--additional-config") + 1])["mmkv"]
-        assert config == {"policy": "mine", "budget": 0.2, "plugins": [str(tmp_path / "file.py")]}
+        assert config == {"policy": "mine", "memory": 0.125, "plugins": [str(tmp_path / "file.py")]}
 
     @pytest.mark.slow
     @pytest.mark.usefixtures("load")
