@@ -388,7 +388,7 @@ class TestCommands:
             # In vLLM's environment, which is not .venv.
             r"mmkv (serve|probe) ",
             r"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve ",
-            r"python docs/(ask_numbers|decode_turns|serving_figures)\.py ",
+            r"python docs/(ask_numbers|decode_turns|serving_divergence|serving_figures)\.py ",
             r"\.ci/run$",
             r"git (tag|push|checkout|switch|commit) ",
             r"\.venv/bin/(pytest|pre-commit|twine) ",
