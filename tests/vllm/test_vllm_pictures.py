@@ -54,8 +54,9 @@ def pictures(number: int, seed: int) -> list[Any]:
     return [x.resize((SIDE, SIDE), Image.Resampling.NEAREST) for x in images]
 
 
+@pytest.mark.parametrize("size", [{"budget": 0.3}, {"memory": 0.08}], ids=["budget", "memory"])
 def test_prompts_with_pictures_equal_transformers(
-    start: Any, tiny: Path, llava: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, llava: Path, monkeypatch: pytest.MonkeyPatch, size: dict[str, float]
 ) -> None:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -72,18 +73,19 @@ def test_prompts_with_pictures_equal_transformers(
     names = {"language_model": "model"}
     monkeypatch.setattr(llava_of_vllm, "maybe_prefix", lambda a, b: join(a, names.get(b, b)))
     requests = [{"prompt": x, "multi_modal_data": {"image": images}} for x, images in asked]
-    with start({"budget": 0.3}, model=str(llava), limit_mm_per_prompt={"image": 3}) as engine:
+    with start(size, model=str(llava), limit_mm_per_prompt={"image": 3}) as engine:
         done = engine.llm.generate(requests, sampling(12), use_tqdm=False)
         found = [list(x.outputs[0].token_ids) for x in done]
         assert engine.all_free
-        shares = engine.shares
+        shares, codes = engine.shares, engine.codes
     model = AutoModelForImageTextToText.from_pretrained(
         llava,
         dtype=torch.float32,
         attn_implementation={"text_config": NAME, "vision_config": "sdpa"},
     ).eval()
     processor = AutoProcessor.from_pretrained(llava)
-    expected = Reference(model, shares, condense, least=64, always=2, block=BLOCK)
+    sizes: Any = {"least": 64, "always": 2, "block": BLOCK, "codes": codes}
+    expected = Reference(model, shares, condense, **sizes)
     for (text, images), reply, request in zip(asked, found, done, strict=True):
         inputs = dict(processor(images=images, text=text, return_tensors="pt"))
         ids = inputs.pop("input_ids")[0].tolist()
